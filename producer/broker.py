@@ -1,0 +1,215 @@
+"""What both sides must agree on in Redis: queue and task names, keys, encodings, and Celery's configuration.
+
+Every Redis key, queue name and time-to-live of the project stands here and nowhere else.
+
+A rollout in Redis is three things. Its *record* (a hash) is the truth. A Celery *message* in the queue's list is only
+a wake-up call that carries the rollout's id. Its *result* is in Celery's result backend, and its end is announced by an
+entry in its batch's *stream*.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any
+
+import orjson
+import zstandard
+from celery import Celery
+from kombu import Connection, Queue
+from kombu.serialization import register
+from kombu.utils.json import dumps as kombu_dumps
+from pydantic import BaseModel
+
+# queues and tasks
+QUEUE = "rollouts"
+MAINTENANCE_QUEUE = "rollouts.maintenance"
+RUN_ROLLOUT = "rollouts.run"
+SWEEP = "rollouts.sweep"
+
+#: kombu's Redis transport keeps one list per priority step; 0 is served first.
+PRIORITY_STEPS = (0, 3, 6, 9)
+_PRIORITY_SEPARATOR = "\x06\x16"
+
+# keys
+_PREFIX = "rollouts:"
+PENDING = _PREFIX + "pending"  #: sorted set of rollout ids waiting for a worker, scored by when they were enqueued (ms)
+RUNNING = _PREFIX + "running"  #: sorted set of rollout ids that hold a lease, scored by when it lapses (ms)
+CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
+WORKERS = _PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
+SWEPT = _PREFIX + "swept"  #: lock with an expiry that keeps the fleet to one sweep per interval
+EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
+
+#: How long a record, a batch's stream and a result outlive their last change.
+RESULT_TTL = timedelta(days=7)
+
+
+class JobState(StrEnum):
+    """Where a rollout's record stands: its lifecycle, not its outcome."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+
+
+def job_key(rollout_id: str) -> str:
+    """Key of a rollout's record: a hash of request, state, attempt, worker, batch, queue, priority, outcome."""
+    return f"{_PREFIX}job:{rollout_id}"
+
+
+def stream_key(batch_id: str) -> str:
+    """Key of a batch's stream of completions; entries are ``{id, outcome}``."""
+    return f"{_PREFIX}batch:{batch_id}"
+
+
+def worker_key(worker: str) -> str:
+    """Key of a worker process's last report, as JSON, with an expiry."""
+    return f"{_PREFIX}worker:{worker}"
+
+
+def result_key(rollout_id: str) -> str:
+    """Key under which Celery's result backend keeps the result."""
+    return f"celery-task-meta-{rollout_id}"
+
+
+def queue_key(priority: int, queue: str = QUEUE) -> str:
+    """Key of the Redis list in which kombu's transport keeps the queue's messages of ``priority`` (0 to 9)."""
+    step = max(s for s in PRIORITY_STEPS if s <= priority)
+    return f"{queue}{_PRIORITY_SEPARATOR}{step}" if step else queue
+
+
+def queue_keys(queue: str = QUEUE) -> list[str]:
+    """Return the keys of all of the queue's lists, the first served first."""
+    return [queue_key(step, queue) for step in PRIORITY_STEPS]
+
+
+def script(package: str, name: str) -> str:
+    """Return the text of ``lua/NAME.lua`` of ``package``."""
+    return (files(package) / "lua" / f"{name}.lua").read_text()
+
+
+# -- encodings ---------------------------------------------------------------------------------------------------------
+
+#: Serializer of results: JSON, compressed. A trajectory of many turns repeats its prefix once per turn, so it shrinks
+#: by well over ten times; level 3 costs about 2 ms per megabyte.
+RESULT_SERIALIZER = "rollout"
+_RESULT_CONTENT_TYPE = "application/x-rollout+json+zstd"
+_ZSTD_LEVEL = 3
+_MAX_RESULT_BYTES = 1 << 30
+
+
+def _json_default(value: object) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    # kombu knows how Celery writes everything else (exceptions' arguments, dates, UUIDs, decimals).
+    return orjson.loads(kombu_dumps(value))
+
+
+def encode_result(value: object) -> bytes:
+    """Encode ``value`` as compressed JSON; models are written as objects."""
+    data = orjson.dumps(value, default=_json_default, option=orjson.OPT_NON_STR_KEYS)
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(data)
+
+
+def decode_result(data: bytes) -> Any:
+    """Decode what `encode_result` wrote; raises `zstandard.ZstdError` or `ValueError` on other bytes."""
+    raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_RESULT_BYTES)
+    return orjson.loads(raw)
+
+
+register(RESULT_SERIALIZER, encode_result, decode_result, _RESULT_CONTENT_TYPE, "binary")
+
+
+# -- Celery ------------------------------------------------------------------------------------------------------------
+
+
+def celery_config(redis_url: str) -> dict[str, Any]:
+    """Return the Celery configuration that producers, workers and beat share.
+
+    Why each setting is as it is: long tasks on Redis are redelivered, lost or run twice with Celery's defaults. Nothing
+    of ours stays unacknowledged for longer than a claim takes, so the broker has nothing to redeliver; a lost
+    connection must neither end the worker nor touch what it runs.
+    """
+    sockets = {
+        "socket_timeout": 30,
+        "socket_connect_timeout": 10,
+        "socket_keepalive": True,
+        "health_check_interval": 25,
+    }
+    return {
+        "broker_url": redis_url,
+        "result_backend": redis_url,
+        "task_serializer": "json",
+        "result_serializer": RESULT_SERIALIZER,
+        "accept_content": ["json"],
+        "result_accept_content": ["json", RESULT_SERIALIZER],
+        "result_expires": RESULT_TTL,
+        "result_backend_always_retry": True,
+        "result_backend_max_sleep_between_retries_ms": 1000,
+        "task_default_queue": QUEUE,
+        "task_queues": [Queue(QUEUE), Queue(MAINTENANCE_QUEUE)],
+        "task_routes": {SWEEP: {"queue": MAINTENANCE_QUEUE}},
+        "task_acks_late": False,
+        "task_track_started": False,
+        "worker_prefetch_multiplier": 1,
+        "worker_disable_prefetch": True,
+        "worker_enable_prefetch_count_reduction": False,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_hijack_root_logger": False,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_channel_error_retry": True,
+        "broker_transport_options": sockets
+        | {
+            "visibility_timeout": 300,
+            "priority_steps": list(PRIORITY_STEPS),
+            "queue_order_strategy": "priority",
+            "retry_on_timeout": True,
+        },
+        "redis_socket_timeout": sockets["socket_timeout"],
+        "redis_socket_connect_timeout": sockets["socket_connect_timeout"],
+        "redis_socket_keepalive": True,
+        "redis_retry_on_timeout": True,
+        "redis_backend_health_check_interval": sockets["health_check_interval"],
+        "enable_utc": True,
+        "timezone": "UTC",
+    }
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Renders the Celery message that wakes a worker for one rollout.
+
+    Celery's own code writes the message once, for a placeholder id, into kombu's in-memory transport, which uses the
+    same form as its Redis one. Rendering then replaces the placeholder: ids are `contract.ID_PATTERN`, so nothing needs
+    quoting. The message has no arguments: the request is in the record, so none shows in ``inspect active``.
+    """
+
+    _template: str
+    _ID = "__rollout_id__"
+    _TAG = "__delivery_tag__"
+
+    @classmethod
+    def for_app(cls, app: Celery, priority: int) -> WakeUp:
+        """Have Celery render the template for ``priority`` (0 to 9)."""
+        with Connection("memory://") as connection, connection.channel() as channel:
+            queue = Queue(f"template-{uuid.uuid4().hex}")
+            queue(channel).declare()
+            with app.amqp.Producer(channel, auto_declare=False) as producer:
+                message = app.amqp.create_task_message(cls._ID, RUN_ROLLOUT, (), {})
+                app.amqp.send_task_message(
+                    producer, RUN_ROLLOUT, message, queue=queue, routing_key=queue.name, exchange="", priority=priority
+                )
+            rendered = channel._get(queue.name)
+            channel.queue_delete(queue.name)
+        rendered["properties"]["delivery_info"] = {"exchange": "", "routing_key": QUEUE}
+        rendered["properties"]["delivery_tag"] = cls._TAG
+        return cls(orjson.dumps(rendered).decode())
+
+    def render(self, rollout_id: str) -> bytes:
+        """Return the message for ``rollout_id``, as kombu's Redis transport keeps it in the queue's list."""
+        # A delivery tag of its own for each message: kombu files unacknowledged messages under it.
+        return self._template.replace(self._ID, rollout_id).replace(self._TAG, uuid.uuid4().hex).encode()

@@ -1,0 +1,384 @@
+"""The wire between producers and workers: one request, one result, and errors as data.
+
+Everything that crosses Redis is one of these frozen models, as JSON. A field that a reader does not know is
+refused, and so is a ``schema_version`` it was not written for, so a mixed fleet fails loudly instead of guessing.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+SCHEMA_VERSION = 1
+
+#: An id is part of URLs, Redis keys, sandbox names and directory names: nothing in it may need quoting anywhere.
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
+Message = dict[str, Any]
+Step = dict[str, Any]
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class InvalidRequestError(ValueError):
+    """A request or a result does not fit the contract; the message names the field, what came and what to do."""
+
+
+class StopCondition(StrEnum):
+    """Why a rollout ended; the four values of the system that this follows."""
+
+    COMPLETED = "completed"
+    AGENT_TIMEOUT = "agent_timeout"
+    HAS_ERROR = "has_error"
+    CANCELLED = "cancelled"
+
+
+class ErrorKind(StrEnum):
+    """The fixed tree of what can go wrong, named after the part that failed."""
+
+    GATEWAY = "gateway"
+    TUNNEL = "tunnel"
+    SANDBOX = "sandbox"
+    AGENT = "agent"
+    MODEL = "model"
+    ENVIRONMENT = "environment"
+    LEASE = "lease"
+    CANCELLED = "cancelled"
+    INVALID_REQUEST = "invalid_request"
+
+
+class Phase(StrEnum):
+    """The phases of one attempt, in the order in which they happen."""
+
+    REGISTER = "register"
+    TUNNEL = "tunnel"
+    SANDBOX = "sandbox"
+    SETUP = "setup"
+    AGENT = "agent"
+    TRAJECTORY = "trajectory"
+    SCORE = "score"
+    CLEANUP = "cleanup"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Deadlines(_Frozen):
+    """Seconds that each phase may take, per attempt.
+
+    A phase that exceeds its deadline ends the attempt with a typed error; the agent's own deadline is an outcome
+    instead (`StopCondition.AGENT_TIMEOUT`), because its turns so far are worth keeping.
+    """
+
+    register_: Seconds = Field(default=30, alias="register")
+    tunnel: Seconds = 60
+    sandbox: Seconds = 900
+    setup: Seconds = 600
+    agent: Seconds = 3600
+    trajectory: Seconds = 60
+    score: Seconds = 600
+    cleanup: Seconds = 60
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
+
+    def of(self, phase: Phase) -> float:
+        """Return the deadline of ``phase`` in seconds."""
+        return float(self.register_ if phase is Phase.REGISTER else getattr(self, phase.value))
+
+
+class Resources(_Frozen):
+    """What one sandbox is given: cores, gigabytes of memory and disk, and a number of GPUs."""
+
+    cpu_cores: Annotated[float, Field(gt=0, le=256)] = 1.0
+    memory_gb: Annotated[float, Field(gt=0, le=4096)] = 2.0
+    disk_gb: Annotated[float, Field(gt=0, le=65536)] = 5.0
+    gpu_count: Annotated[int, Field(ge=0, le=64)] = 0
+
+
+class ErrorInfo(_Frozen):
+    """One failure as data, from the fixed tree of `ErrorKind`.
+
+    ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status with the head of its body.
+    ``retryable`` says whether another attempt could end differently.
+    """
+
+    kind: ErrorKind
+    message: str
+    retryable: bool = False
+    phase: Phase | None = None
+    detail: str | None = None
+
+    def __str__(self) -> str:
+        where = f" in phase {self.phase}" if self.phase else ""
+        return f"{self.kind} error{where}: {self.message}"
+
+
+class Timing(_Frozen):
+    """When the attempt began (Unix seconds) and how long it took (milliseconds), as the followed system names them."""
+
+    start_time: float = 0.0
+    generation_ms: float = 0.0
+    scoring_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+def new_rollout_id() -> str:
+    """Return a fresh random rollout id."""
+    return f"rollout_{uuid.uuid4().hex}"
+
+
+def _base_url(url: str) -> str:
+    url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not an http(s) URL; give the gateway's base, such as http://gateway:8080")
+    return url
+
+
+GatewayUrl = Annotated[str, AfterValidator(_base_url)]
+
+
+class RolloutRequest(_Frozen):
+    """One rollout to run: which agent, on which example, with which model, under which limits.
+
+    Sources: the field names follow the rollout gateway mixin's state and the prime-rl gateway's registration body.
+    Raises `InvalidRequestError` from `parse` for anything that does not fit.
+    """
+
+    MAX_BYTES: ClassVar[int] = 16 * 1024 * 1024
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    rollout_id: Id = Field(default_factory=new_rollout_id)
+
+    # what it belongs to
+    batch_id: Id = "default"
+    example_id: int | str = 0
+    group_id: Id | None = None
+    sample_index: Annotated[int, Field(ge=0)] = 0
+    policy_version: Annotated[int, Field(ge=0)] | None = None
+    labels: tuple[str, ...] = ()
+    priority: Annotated[int, Field(ge=0, le=9)] = 3
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+
+    # the task
+    environment: Annotated[str, Field(min_length=1, max_length=200)] = "command"
+    environment_args: dict[str, Any] = Field(default_factory=dict)
+    prompt: str | list[Message] = Field(default="", validation_alias=AliasChoices("prompt", "messages"))
+    answer: Any = None
+    info: dict[str, Any] = Field(default_factory=dict)
+
+    # the model
+    model: Annotated[str, Field(min_length=1, max_length=500)]
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    max_turns: int = -1
+    max_seq_len: Annotated[int, Field(gt=0)] | None = None
+    gateway_url: GatewayUrl | None = None
+
+    # the sandbox
+    image: str | None = None
+    start_command: str | None = None
+    run_command: str | None = None
+    resources: Resources = Field(default_factory=Resources)
+    env: dict[str, str] = Field(default_factory=dict)
+    secret_env: tuple[str, ...] = ()
+
+    deadlines: Deadlines = Field(default_factory=Deadlines)
+
+    @field_validator("env", "secret_env")
+    @classmethod
+    def _env_names(cls, value: dict[str, str] | tuple[str, ...]) -> dict[str, str] | tuple[str, ...]:
+        for name in value:
+            if not _ENV_NAME.match(name):
+                raise ValueError(f"{name!r} is not an environment variable's name")
+        if isinstance(value, dict):
+            for name, text in value.items():
+                if "\x00" in text:
+                    raise ValueError(f"the value of {name} holds a NUL byte, which no process can be given")
+        return value
+
+    @model_validator(mode="after")
+    def _secrets_are_names_only(self) -> Self:
+        both = sorted(set(self.env) & set(self.secret_env))
+        if both:
+            raise ValueError(f"{', '.join(both)}: given in env and in secret_env; a secret is given by its name only")
+        return self
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as a list of chat messages."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}] if self.prompt else []
+        return self.prompt
+
+    @classmethod
+    def parse(cls, data: object) -> Self:
+        """Validate ``data`` (a mapping, or JSON as str or bytes) into a request.
+
+        Raises:
+            InvalidRequestError: one sentence per wrong field: its name, what came, what would be right.
+        """
+        return _parse(cls, data, "request")
+
+    def to_json(self) -> bytes:
+        """Return the request as JSON, without the fields that hold their default."""
+        keep = {"schema_version": self.schema_version, "rollout_id": self.rollout_id}
+        return _dump(self.model_dump(mode="json", exclude_defaults=True) | keep)
+
+
+class RolloutResult(_Frozen):
+    """How one rollout ended: its trajectory, its score, and everything needed to understand a failure.
+
+    The first block of fields are the state keys of the rollout gateway mixin, under their own names. ``trajectory`` is
+    a list of steps ``{prompt, completion, tokens, reward, advantage, is_truncated, trajectory_id, extras}`` with
+    ``tokens`` either null or ``{prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs,
+    overlong_prompt, is_truncated, routed_experts}``, as the gateway recorded them. ``durations`` are seconds per phase.
+    """
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    rollout_id: str
+    gateway_url: str | None = None
+    rollout_base_url: str | None = None
+    tunnel_url: str | None = None
+    tunnel_local_addr: str | None = None
+    tunnel_id: str | None = None
+    sandbox_id: str | None = None
+    agent_completed: bool = False
+    agent_exit_code: int | None = None
+    agent_stdout: str = ""
+    agent_stderr: str = ""
+    agent_timed_out: bool = False
+    trajectory: list[Step] = Field(default_factory=list)
+    prompt: list[Message] = Field(default_factory=list)
+    completion: list[Message] = Field(default_factory=list)
+    is_truncated: bool = False
+    stop_condition: StopCondition
+    error: ErrorInfo | None = None
+    timing: Timing = Field(default_factory=Timing)
+
+    reward: float | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    attempt: int = 0
+    worker: str | None = None
+    durations: dict[str, float] = Field(default_factory=dict)
+
+    # the request's identity, so that a result can be used without looking its request up
+    batch_id: str = "default"
+    example_id: int | str = 0
+    group_id: str | None = None
+    sample_index: int = 0
+    policy_version: int | None = None
+    environment: str = ""
+    model: str = ""
+    answer: Any = None
+    info: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def completed(self) -> bool:
+        """Whether the agent ran to its end and nothing failed."""
+        return self.stop_condition is StopCondition.COMPLETED
+
+    @classmethod
+    def for_request(cls, request: RolloutRequest, stop_condition: StopCondition, **fields: Any) -> Self:
+        """Build the result of ``request``, with its identity fields copied."""
+        identity = {
+            "rollout_id": request.rollout_id,
+            "batch_id": request.batch_id,
+            "example_id": request.example_id,
+            "group_id": request.group_id,
+            "sample_index": request.sample_index,
+            "policy_version": request.policy_version,
+            "environment": request.environment,
+            "model": request.model,
+            "answer": request.answer,
+            "info": request.info,
+        }
+        return cls(stop_condition=stop_condition, **(identity | fields))
+
+    @classmethod
+    def parse(cls, data: object) -> Self:
+        """Validate ``data`` (a mapping, or JSON as str or bytes) into a result; raises `InvalidRequestError`."""
+        return _parse(cls, data, "result")
+
+    def to_json(self) -> bytes:
+        """Return the whole result as one JSON object."""
+        return _dump(self.model_dump(mode="json"))
+
+    def __repr__(self) -> str:
+        """Return a short form: trajectories run to megabytes, and Celery logs and sends what a task returns."""
+        shown = f"{self.rollout_id} {self.stop_condition} turns={len(self.trajectory)} reward={self.reward}"
+        return f"<RolloutResult {shown}{f' error={self.error.kind}' if self.error else ''}>"
+
+    __str__ = __repr__
+
+
+def _dump(value: object) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _parse(model: type[_Model], data: object, what: str) -> _Model:
+    if isinstance(data, str | bytes | bytearray):
+        try:
+            data = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequestError(f"the {what} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequestError(f"the {what} is {_kind(data)}; expected an object with fields")
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise InvalidRequestError(
+            f"schema_version: {_shown(version)} is not known here; this side speaks version {SCHEMA_VERSION}: "
+            "upgrade the older of producer and worker"
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequestError("; ".join(_sentence(model, e) for e in error.errors(include_url=False))) from None
+    except RecursionError:
+        raise InvalidRequestError(f"the {what} is nested too deeply") from None
+
+
+def _sentence(model: type[BaseModel], error: Any) -> str:
+    """Turn one of pydantic's error entries into ``field: what is wrong (what came)``."""
+    field = ".".join(str(part) for part in error["loc"]) or "(whole)"
+    if error["type"] == "missing":
+        return f"{field}: missing; it is required"
+    if error["type"] == "extra_forbidden":
+        close = get_close_matches(str(error["loc"][-1]), list(model.model_fields), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{field}: no such field{hint}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"] or error["loc"][0] == "env":  # the whole request, or a variable's value: may be secret
+        return f"{field}: {message} (got {_kind(error['input'])})"
+    return f"{field}: {message} (got {_kind(error['input'])} {_shown(error['input'])})"
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _shown(value: object, limit: int = 80) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "(nested too deeply)"
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,24 @@
+"""The producer's settings, read once from the environment into one frozen object."""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+
+
+class ProducerSettings(BaseSettings):
+    """Where the fleet is, from ``ROLLOUTS_*`` variables."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLOUTS_", frozen=True, extra="ignore")
+
+    redis_url: str = Field(
+        default=DEFAULT_REDIS_URL,
+        validation_alias=AliasChoices("redis_url", "ROLLOUTS_REDIS_URL", "REDIS_URL"),
+        description="URL of the Redis or Valkey server that holds queue, records and results.",
+        repr=False,
+    )
+    max_in_flight: int = Field(
+        default=1000, gt=0, description="How many of a batch's rollouts are in Redis, not yet delivered, at one time."
+    )

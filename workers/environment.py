@@ -1,0 +1,71 @@
+"""The class that users subclass: which image, which command, which variables, how to set up and how to score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from producer.contract import RolloutRequest
+from workers.errors import InvalidRolloutError
+from workers.state import Rollout
+
+DEFAULT_IMAGE = "python:3.11-slim"
+#: Seconds that an agent's HTTP client waits for one model call, unless the request says otherwise.
+MODEL_CALL_TIMEOUT = "600"
+
+
+class Environment:
+    """One kind of task. Subclass it, and name it in the worker's allow-list: ``ROLLOUTS_ENVIRONMENTS=name=module:Class``.
+
+    One instance serves all rollouts of a worker process at once, so keep a rollout's state on the `Rollout`, not on
+    ``self``. Hooks may be coroutines or plain functions; plain ones run in a thread, so they may block. A hook that
+    raises ends the attempt with an environment error that names it.
+    """
+
+    def docker_image(self, request: RolloutRequest) -> str:
+        """Return the sandbox's image."""
+        return request.image or DEFAULT_IMAGE
+
+    def run_command(self, request: RolloutRequest) -> str:
+        """Return the shell line that starts the agent; raises `InvalidRolloutError` when there is none."""
+        if not request.run_command:
+            raise InvalidRolloutError(
+                f"run_command: missing; environment {request.environment!r} has no command of its own"
+            )
+        return request.run_command
+
+    def build_env_vars(self, request: RolloutRequest, rollout: Rollout) -> dict[str, str]:
+        """Return the agent's variables: where its model is and its own key; the request's ``env`` wins."""
+        return {
+            "OPENAI_BASE_URL": rollout.rollout_base_url or "",
+            "OPENAI_MODEL": request.model,
+            "OPENAI_API_KEY": rollout.api_key,
+            "OPENAI_TIMEOUT": MODEL_CALL_TIMEOUT,
+            "OPENAI_REQUEST_TIMEOUT": MODEL_CALL_TIMEOUT,
+            "HTTPX_TIMEOUT": MODEL_CALL_TIMEOUT,
+        } | request.env
+
+    async def setup(self, rollout: Rollout) -> None:
+        """Prepare the sandbox before the agent starts: upload files, run commands."""
+
+    async def score(self, rollout: Rollout) -> float | dict[str, float] | None:
+        """Return the reward, or metrics of which ``reward`` is one; may run commands in the sandbox before it goes."""
+        return None
+
+    async def after(self, rollout: Rollout) -> None:
+        """Do what is left to do while the sandbox still lives: fetch files, write a record."""
+
+
+class CommandEnvironment(Environment):
+    """The bundled environment ``command``: the request names the image and the command, and nothing is scored."""
+
+
+def reward_and_metrics(scored: Any) -> tuple[float | None, dict[str, float]]:
+    """Split what ``score`` returned into the reward and the metrics; raises `TypeError` for anything else."""
+    if scored is None:
+        return None, {}
+    if isinstance(scored, bool | int | float):
+        return float(scored), {}
+    if isinstance(scored, dict) and all(isinstance(v, bool | int | float) for v in scored.values()):
+        metrics = {str(name): float(value) for name, value in scored.items()}
+        return metrics.get("reward"), metrics
+    raise TypeError(f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers")

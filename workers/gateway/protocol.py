@@ -1,0 +1,85 @@
+"""What the worker and the rollout gateway say to each other.
+
+Source: the protocol of prime-rl's rollout gateway as the verifiers 0.1.11 mixin speaks it; bodies and answers are the
+same JSON, so either side works with the other's counterpart. Ours adds one header at registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from enum import StrEnum
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: Header of a registration: the key that this rollout's model calls must carry as their bearer token.
+ROLLOUT_KEY_HEADER = "X-Rollout-Key"
+
+
+class RolloutStatus(StrEnum):
+    """Where the gateway stands with a rollout."""
+
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+
+
+class Registration(BaseModel):
+    """Body of ``register``: the model and the limits of one rollout; unknown fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    model: str
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    max_turns: int = -1
+    max_seq_len: int | None = None
+
+
+class Trajectory(BaseModel):
+    """Answer of ``trajectory``: everything the gateway recorded of one rollout; see `producer.contract` for a step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    rollout_id: str
+    status: RolloutStatus
+    num_turns: int
+    model: str = ""
+    prompt: list[dict[str, Any]] = Field(default_factory=list)
+    completion: list[dict[str, Any]] = Field(default_factory=list)
+    is_truncated: bool = False
+    trajectory: list[dict[str, Any]] = Field(default_factory=list)
+
+
+def rollout_path(rollout_id: str) -> str:
+    """Return the path of a rollout's own base on the gateway; an OpenAI client appends ``/chat/completions``."""
+    return f"/v1/rollouts/{rollout_id}"
+
+
+class Gateway(Protocol):
+    """The worker's view of any rollout gateway. Every call raises `GatewayError`, with the gateway's own words."""
+
+    def registered(
+        self, gateway_url: str, rollout_id: str, registration: Registration, *, api_key: str
+    ) -> AbstractAsyncContextManager[None]:
+        """Hold a registration: registers on entry, unregisters on exit (an id already forgotten is fine)."""
+        ...
+
+    async def fetch_trajectory(self, gateway_url: str, rollout_id: str) -> Trajectory:
+        """Return what was recorded so far."""
+        ...
+
+    async def cancel(self, gateway_url: str, rollout_id: str) -> None:
+        """Refuse the rollout's further model calls; its trajectory stays readable."""
+        ...
+
+    async def unregister(self, gateway_url: str, rollout_id: str) -> None:
+        """Forget the rollout; forgetting an unknown one is fine."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close pooled connections."""
+        ...
+
+
+Chunks = AsyncIterator[bytes]

@@ -1,0 +1,1 @@
+"""Where agents run: one small protocol and its providers."""

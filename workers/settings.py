@@ -1,0 +1,75 @@
+"""The worker's settings, read once at the composition root into one frozen object."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from producer.settings import DEFAULT_REDIS_URL
+
+
+class WorkerSettings(BaseSettings):
+    """How this worker process runs rollouts, from ``ROLLOUTS_*`` variables."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLOUTS_", frozen=True, extra="ignore")
+
+    redis_url: str = Field(
+        default=DEFAULT_REDIS_URL,
+        validation_alias=AliasChoices("redis_url", "ROLLOUTS_REDIS_URL", "REDIS_URL"),
+        description="URL of the Redis or Valkey server that holds queue, records and results.",
+        repr=False,
+    )
+    fleet: str = Field(default="fleet", description="Name of the fleet, for labels of what it creates.")
+    concurrency: int = Field(default=100, gt=0, description="Rollouts that one worker process runs at one time.")
+
+    gateway_url: str = Field(default="http://127.0.0.1:8080", description="Rollout gateway for requests that name none.")
+    gateway_control_key: SecretStr | None = Field(default=None, description="Key of the gateway's control endpoints.")
+
+    environments: Annotated[dict[str, str], NoDecode] = Field(
+        default_factory=dict,
+        description="Allow-list of environments, as NAME=MODULE:CLASS or MODULE:CLASS (named by its class), by commas.",
+    )
+    secret_env: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="Names of this worker's variables that requests may pass on to agents, by commas."
+    )
+
+    sandbox_provider: str = Field(default="local", description="'local', or MODULE:FACTORY of another provider.")
+    tunnel_provider: str = Field(default="direct", description="'direct', or MODULE:FACTORY of another provider.")
+    sandbox_dir: Path | None = Field(default=None, description="Where local sandboxes live; a temporary folder if unset.")
+    output_limit: int = Field(
+        default=64 * 1024, ge=1024, description="Characters of an agent's stdout and of its stderr kept in a result."
+    )
+
+    lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")
+    loop_hang_limit: float = Field(
+        default=300.0, gt=0, description="Seconds without progress of the event loop after which leases are given up."
+    )
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _parse_environments(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        entries = [entry.strip() for entry in value.split(",") if entry.strip()]
+        parsed = {}
+        for entry in entries:
+            name, _, target = entry.rpartition("=")
+            module, _, attribute = target.partition(":")
+            if not module or not attribute:
+                raise ValueError(f"{entry!r} is not NAME=MODULE:CLASS; for example math=my_tasks.math:MathEnvironment")
+            parsed[name or attribute] = target
+        return parsed
+
+    @field_validator("secret_env", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value
+
+
+def default_worker_name() -> str:
+    """Return this host's part of a worker's name."""
+    return socket.gethostname()

@@ -1,0 +1,108 @@
+"""One attempt in progress: what the flow fills in and what an environment's hooks see."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from producer.contract import ErrorInfo, Message, Phase, RolloutRequest, RolloutResult, Step, StopCondition, Timing
+from workers.sandboxes.base import Sandbox
+
+
+@dataclass
+class Rollout:
+    """The state of one attempt at one rollout.
+
+    Hooks read ``request``, ``sandbox``, and, from ``score`` on, ``trajectory``, ``prompt``, ``completion`` and the
+    agent's exit code and output; they may add to ``metrics`` and ``warnings``.
+    """
+
+    request: RolloutRequest
+    gateway_url: str
+    attempt: int = 1
+    worker: str = ""
+    #: This rollout's own key to the gateway, new for each attempt: an agent left over from an earlier one is shut out.
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    rollout_base_url: str | None = None
+    tunnel_url: str | None = None
+    tunnel_local_addr: str | None = None
+    tunnel_id: str | None = None
+    sandbox: Sandbox | None = None
+    sandbox_id: str | None = None
+
+    agent_completed: bool = False
+    agent_timed_out: bool = False
+    agent_exit_code: int | None = None
+    agent_stdout: str = ""
+    agent_stderr: str = ""
+
+    trajectory: list[Step] = field(default_factory=list)
+    prompt: list[Message] = field(default_factory=list)
+    completion: list[Message] = field(default_factory=list)
+    is_truncated: bool = False
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    error: ErrorInfo | None = None
+
+    phase: Phase = Phase.REGISTER
+    durations: dict[str, float] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.time)
+    on_phase: Callable[[Phase], None] | None = field(default=None, repr=False)
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def gateway_id(self) -> str:
+        """The id under which the gateway knows this attempt.
+
+        The first attempt uses the rollout's own id. A later one has another, so that a worker that was believed dead
+        and cleans up late cannot unregister its successor.
+        """
+        return self.request.rollout_id if self.attempt <= 1 else f"{self.request.rollout_id}.{self.attempt}"
+
+    def enter(self, phase: Phase) -> None:
+        """Note that the attempt is now in ``phase``."""
+        self.phase = phase
+        if self.on_phase:
+            self.on_phase(phase)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """Record ``error`` unless an earlier one is recorded: the first is the cause, later ones follow from it."""
+        if self.error is None:
+            self.error = error
+
+    def stop_condition(self) -> StopCondition:
+        """Derive how the attempt ended from what was recorded."""
+        if self.error is not None:
+            return StopCondition.HAS_ERROR
+        return StopCondition.AGENT_TIMEOUT if self.agent_timed_out else StopCondition.COMPLETED
+
+    def result(self, stop_condition: StopCondition | None = None) -> RolloutResult:
+        """Return the attempt as a result."""
+        copied: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                "gateway_url rollout_base_url tunnel_url tunnel_local_addr tunnel_id sandbox_id agent_completed "
+                "agent_timed_out agent_exit_code agent_stdout agent_stderr trajectory prompt completion is_truncated "
+                "reward metrics error attempt worker durations"
+            ).split()
+        }
+        scoring = self.durations.get(Phase.SCORE, 0.0)
+        total = time.monotonic() - self._began
+        timing = Timing(
+            start_time=self.started_at,
+            generation_ms=(total - scoring) * 1000,
+            scoring_ms=scoring * 1000,
+            total_ms=total * 1000,
+        )
+        return RolloutResult.for_request(
+            self.request,
+            stop_condition or self.stop_condition(),
+            timing=timing,
+            warnings=tuple(self.warnings),
+            **copied,
+        )

@@ -1,0 +1,1 @@
+"""How a sandbox reaches the gateway: one small protocol and its providers."""
