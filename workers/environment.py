@@ -68,4 +68,6 @@ def reward_and_metrics(scored: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(scored, dict) and all(isinstance(v, bool | int | float) for v in scored.values()):
         metrics = {str(name): float(value) for name, value in scored.items()}
         return metrics.get("reward"), metrics
-    raise TypeError(f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers")
+    raise TypeError(
+        f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers"
+    )

@@ -1,14 +1,14 @@
 """The errors that end an attempt. Retryability is data, and foreign exceptions are mapped once, in the client.
 
-    RolloutError
-    ├── GatewayError          the rollout gateway refused or could not be reached
-    ├── TunnelError           the tunnel did not start, died, or was replaced
-    ├── SandboxError          the sandbox was not created, died, or a command in it could not be run
-    ├── AgentError            the agent could not be started
-    ├── ModelError            the model behind the gateway failed
-    ├── EnvironmentHookError  a hook of the environment raised or took too long
-    ├── LeaseLostError        another worker owns the rollout now
-    └── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
+RolloutError
+├── GatewayError          the rollout gateway refused or could not be reached
+├── TunnelError           the tunnel did not start, died, or was replaced
+├── SandboxError          the sandbox was not created, died, or a command in it could not be run
+├── AgentError            the agent could not be started
+├── ModelError            the model behind the gateway failed
+├── EnvironmentHookError  a hook of the environment raised or took too long
+├── LeaseLostError        another worker owns the rollout now
+└── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class RolloutError(Exception):
     default_retryable: ClassVar[bool] = False
 
     def __init__(
-        self, message: str, *, detail: str | None = None, retryable: bool | None = None, phase: Phase | None = None
+        self,
+        message: str,
+        *,
+        detail: str | None = None,
+        retryable: bool | None = None,
+        phase: Phase | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from producer.contract import ErrorInfo, Message, Phase, RolloutRequest, RolloutResult, Step, StopCondition, Timing
+from producer.contract import (
+    ErrorInfo,
+    Message,
+    Phase,
+    RolloutRequest,
+    RolloutResult,
+    Step,
+    StopCondition,
+    Timing,
+)
 from workers.sandboxes.base import Sandbox
 
 
@@ -91,6 +100,8 @@ class Rollout:
                 "reward metrics error attempt worker durations"
             ).split()
         }
+        # Without any turn the gateway knows no prompt; the dataset's own must not be lost for that.
+        copied["prompt"] = self.prompt or self.request.messages
         scoring = self.durations.get(Phase.SCORE, 0.0)
         total = time.monotonic() - self._began
         timing = Timing(

@@ -37,7 +37,12 @@ class Registration(BaseModel):
 
 
 class Trajectory(BaseModel):
-    """Answer of ``trajectory``: everything the gateway recorded of one rollout; see `producer.contract` for a step."""
+    """Answer of ``trajectory``: everything the gateway recorded of one rollout; see `producer.contract` for a step.
+
+    The last three are the bundled gateway's own: ``failures`` are the latest model calls that failed, at most 20, each
+    ``{status, message}`` as the agent was answered (they are no turns); ``failed_calls`` counts all of them;
+    ``in_flight`` says that a model call was still running, whose turn is therefore missing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -49,6 +54,9 @@ class Trajectory(BaseModel):
     completion: list[dict[str, Any]] = Field(default_factory=list)
     is_truncated: bool = False
     trajectory: list[dict[str, Any]] = Field(default_factory=list)
+    failures: list[dict[str, Any]] = Field(default_factory=list)
+    failed_calls: int = 0
+    in_flight: bool = False
 
 
 def rollout_path(rollout_id: str) -> str:

@@ -1,0 +1,50 @@
+# make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
+# make test   runs the test suite
+# Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+# One test process per core.
+JOBS   ?= auto
+
+.PHONY: demo demo-llm test check bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
+
+demo-llm: $(VENV)/.llm
+	$(BIN)/rollouts demo --llm --out demo-results.jsonl --overwrite
+
+test: $(VENV)/.dev
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(VENV)/.dev
+	for benchmark in tests/benchmarks/bench_*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found on PATH"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	@echo "installing into $(VENV) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local]'
+	@touch $@
+
+$(VENV)/.llm: $(VENV)/.python pyproject.toml
+	@echo "installing into $(VENV) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,llm]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml
+	@echo "installing into $(VENV) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,294 @@
+"""A batch: many requests, sent through a window, and their results as they complete."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from producer.broker import JobState
+from producer.connection import CHUNK, CancelAnswer, FleetConnection, Submitted
+from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
+from producer.results import GROUP, Completions, read_result
+
+Requests = Iterable[RolloutRequest] | AsyncIterable[RolloutRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Where a batch stands; ``failed`` counts errors and agents that ran out of time."""
+
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+    @property
+    def done(self) -> int:
+        """Rollouts whose result was delivered."""
+        return self.completed + self.failed + self.cancelled
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that were submitted and whose result was not delivered yet."""
+        return self.submitted - self.done
+
+
+def new_batch_id(prefix: str = "batch") -> str:
+    """Return a fresh batch id that begins with ``prefix``."""
+    return f"{prefix}-{uuid.uuid4().hex[:12]}"
+
+
+class Batch(AsyncIterator[RolloutResult]):
+    """The rollouts that one job submitted; iterate over it for their results, in the order in which they end.
+
+    At most ``max_in_flight`` of them are submitted and not yet delivered at one time: taking results is what makes room
+    for the next requests, so a batch of millions never stands in Redis whole. Several tasks may iterate at once and
+    share the results. Errors of the requests' source, and `RolloutConflictError`, are raised once, from the iteration;
+    iterating on delivers what is in flight.
+    """
+
+    def __init__(self, connection: FleetConnection, requests: Requests, *, batch_id: str, max_in_flight: int) -> None:
+        if not re.match(ID_PATTERN, batch_id):
+            raise InvalidRequestError(f"batch_id: {batch_id!r} does not match {ID_PATTERN}")
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; a batch needs room for at least one rollout")
+        self.batch_id = batch_id
+        self.max_in_flight = max_in_flight
+        self._connection = connection
+        self._lasting = connection.lasting()
+        self._source = _Source(requests)
+        self._completions = Completions(connection, batch_id)
+        self._counts = Counts()
+        #: Everything sent or being sent and not yet announced; `_sent` is the part that Redis is known to have.
+        self._waiting: dict[str, RolloutRequest] = {}
+        self._sent: set[str] = set()
+        self._announced: deque[RolloutRequest] = deque()
+        self._fetched: deque[tuple[RolloutRequest, bytes | None]] = deque()
+        self._cancelled = self._closed = self._reported = False
+        self._changed = asyncio.Event()
+        self._primed = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._submitting = asyncio.Lock()
+        self._feeder = self._spawn(self._feed())
+        self._follower = self._spawn(self._follow())
+
+    # -- what callers use ----------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Counts:
+        """How many were submitted, and how those that were delivered ended."""
+        return self._counts
+
+    async def primed(self) -> None:
+        """Wait until the window is full or everything is submitted; raises what went wrong.
+
+        Returns at once for an asynchronous source, which may take its time.
+        """
+        if not self._source.is_async:
+            full = asyncio.create_task(self._primed.wait())
+            await asyncio.wait({full, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
+            full.cancel()
+        self._raise_error()
+
+    def __aiter__(self) -> Batch:
+        return self
+
+    async def __anext__(self) -> RolloutResult:
+        async with self._one_at_a_time:
+            while not self._fetched:
+                self._raise_error()
+                if self._announced:
+                    await self._fetch()
+                elif self._closed or (self._feeder.done() and not self._waiting):
+                    self.close()
+                    raise StopAsyncIteration
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+            # Take the entry off only after the last await: a cancelled caller loses nothing.
+            request, raw = self._fetched[0]
+            result = await read_result(self._lasting, request.rollout_id, raw, self.batch_id, request)
+            self._fetched.popleft()
+            self._count(result)
+            return result
+
+    async def cancel(self) -> dict[str, CancelAnswer]:
+        """Submit no more, and cancel what is in flight; returns what was found for each rollout.
+
+        Iterate on for the results: those that had ended, and those that end as cancelled.
+        """
+        self._cancelled = True
+        async with self._submitting:  # never in the middle of a chunk: its rollouts would escape
+            self._feeder.cancel()
+        await asyncio.wait({self._feeder})
+        answers = await self._connection.cancel(list(self._waiting))
+        for rollout_id, answer in answers.items():
+            if answer is not CancelAnswer.REQUESTED:
+                self._announce(rollout_id)
+        return answers
+
+    def close(self) -> None:
+        """Stop submitting and following; what is in flight goes on, and its results stay in Redis."""
+        self._closed = True
+        self._feeder.cancel()
+        self._follower.cancel()
+        self._source.close()
+        self._changed.set()
+
+    # -- the window ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> int:
+        return len(self._waiting) + len(self._announced) + len(self._fetched)
+
+    async def _feed(self) -> None:
+        while True:
+            while self._held >= self.max_in_flight:
+                self._primed.set()
+                self._changed.clear()
+                await self._changed.wait()
+            requests = await self._source.take(min(CHUNK, self.max_in_flight - self._held))
+            if not requests:
+                return
+            async with self._submitting:
+                await self._send([r.model_copy(update={"batch_id": self.batch_id}) for r in requests])
+
+    async def _send(self, requests: list[RolloutRequest]) -> None:
+        twice = _repeated(requests, self._waiting)
+        if twice:
+            raise InvalidRequestError(f"rollout id {twice!r} comes twice in batch {self.batch_id}; ids must differ")
+        # Before they are sent: a worker may have finished one before the reply to the submission is read.
+        self._waiting |= {request.rollout_id: request for request in requests}
+        try:
+            connection = self._lasting if self._counts.submitted else self._connection
+            answers = await connection.submit(requests)
+        except Exception:
+            for request in requests:
+                self._waiting.pop(request.rollout_id, None)
+            raise
+        self._counts = replace(self._counts, submitted=self._counts.submitted + len(requests))
+        for request, answer in zip(requests, answers, strict=True):
+            if request.rollout_id in self._waiting:
+                self._sent.add(request.rollout_id)
+            if answer is Submitted.FINISHED:  # by an earlier run: its entry in the stream may lie behind us
+                self._announce(request.rollout_id)
+
+    # -- completions ---------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            announced = await self._completions.read()
+            for _, rollout_id in announced.entries:
+                self._announce(rollout_id)
+            if announced.missed:
+                await self._look_up()
+
+    def _announce(self, rollout_id: str) -> None:
+        request = self._waiting.pop(rollout_id, None)
+        if request is not None:  # else: not ours, or announced before
+            self._sent.discard(rollout_id)
+            self._announced.append(request)
+            self._changed.set()
+
+    async def _look_up(self) -> None:
+        """Find what the stream did not tell: Redis may have lost the last second before it restarted."""
+        for rollout_id, state in (await self._lasting.states(list(self._sent))).items():
+            if state == JobState.DONE or (state is None and self._cancelled):
+                self._announce(rollout_id)
+            elif state is None and rollout_id in self._waiting:
+                await self._lasting.submit([self._waiting[rollout_id]])
+
+    async def _fetch(self) -> None:
+        group = list(islice(self._announced, GROUP))
+        stored = await self._lasting.stored_results([request.rollout_id for request in group])
+        for request, raw in zip(group, stored, strict=True):
+            self._fetched.append((request, raw))
+            self._announced.popleft()
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def _count(self, result: RolloutResult) -> None:
+        counts = self._counts
+        if result.completed:
+            counts = replace(counts, completed=counts.completed + 1)
+        elif result.stop_condition is StopCondition.CANCELLED:
+            counts = replace(counts, cancelled=counts.cancelled + 1)
+        else:
+            counts = replace(counts, failed=counts.failed + 1)
+        self._counts = counts
+        self._changed.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._changed.set()
+
+    def _raise_error(self) -> None:
+        if error := _failure(self._follower):
+            raise error  # every time: without it nothing more is learnt
+        if not self._reported and (error := _failure(self._feeder)):
+            self._reported = True
+            raise error
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _repeated(requests: list[RolloutRequest], waiting: dict[str, RolloutRequest]) -> str | None:
+    seen: set[str] = set()
+    for request in requests:
+        if request.rollout_id in waiting or request.rollout_id in seen:
+            return request.rollout_id
+        seen.add(request.rollout_id)
+    return None
+
+
+class _Source:
+    """Takes requests from an iterable or an asynchronous one, several at once where they are there already."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.is_async = isinstance(requests, AsyncIterable)
+        self._sync: Iterator[RolloutRequest] | None = None
+        self._async: AsyncIterator[RolloutRequest] | None = None
+        self._next: asyncio.Task[RolloutRequest | None] | None = None
+        if isinstance(requests, AsyncIterable):
+            self._async = aiter(requests)
+        else:
+            self._sync = iter(requests)
+
+    async def take(self, limit: int) -> list[RolloutRequest]:
+        """Return one to ``limit`` requests, or none at the end; waits for the first only."""
+        if self._sync is not None:
+            return list(islice(self._sync, limit))
+        taken: list[RolloutRequest] = []
+        while len(taken) < limit:
+            if self._next is None:
+                self._next = asyncio.create_task(self._anext())
+            done, _ = await asyncio.wait({self._next}, timeout=0 if taken else None)
+            if not done:
+                break
+            request = self._next.result()
+            if request is None:  # the task stays: every later call finds the end again
+                break
+            self._next = None
+            taken.append(request)
+        return taken
+
+    def close(self) -> None:
+        """Stop waiting for the source."""
+        if self._next is not None:
+            self._next.cancel()
+
+    async def _anext(self) -> RolloutRequest | None:
+        assert self._async is not None  # noqa: S101
+        return await anext(self._async, None)

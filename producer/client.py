@@ -1,0 +1,173 @@
+"""The producer: submits rollouts to the fleet and receives their results."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from producer.batch import Batch, Requests, new_batch_id
+from producer.broker import JobState
+from producer.connection import CancelAnswer, FleetConnection
+from producer.contract import RolloutRequest, RolloutResult
+from producer.errors import FleetError
+from producer.results import START, Results, Waiters, read_result
+from producer.settings import ProducerSettings
+
+_GIVE_UP_SECONDS = 5.0
+
+
+class Producer:
+    """Submits rollouts and receives results; an asynchronous context manager bound to one event loop.
+
+    ``patience`` is for how many seconds a call is retried while Redis is away. Iterating over results has no such
+    limit: it reads on when Redis is back.
+
+        async with Producer.from_settings() as producer:
+            batch = await producer.submit_many(requests)
+            async for result in batch:
+                ...
+    """
+
+    def __init__(self, settings: ProducerSettings, *, patience: float = 30.0) -> None:
+        self.settings = settings
+        self._patience = patience
+        self._connection: FleetConnection | None = None
+        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._waiters: dict[str, Waiters] = {}
+
+    @classmethod
+    def from_settings(cls, settings: ProducerSettings | None = None) -> Self:
+        """Return a producer for ``settings``, by default read from the ``ROLLOUTS_*`` variables."""
+        return cls(settings or ProducerSettings())
+
+    async def __aenter__(self) -> Self:
+        connection = FleetConnection(self.settings.redis_url, patience=self._patience)
+        await connection.open()
+        self._connection = connection
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
+        for batch in list(self._batches):
+            batch.close()
+        for waiters in self._waiters.values():
+            waiters.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await asyncio.shield(connection.close())
+
+    @property
+    def connection(self) -> FleetConnection:
+        """The connection to Redis; raises RuntimeError outside of ``async with``."""
+        if self._connection is None:
+            raise RuntimeError("the producer is not open; use it as `async with Producer.from_settings() as producer:`")
+        return self._connection
+
+    async def submit(self, request: RolloutRequest) -> RolloutHandle:
+        """Submit one rollout; submitting the same request again does nothing.
+
+        Raises:
+            FleetUnreachableError: Redis stayed away.
+            RolloutConflictError: the id was submitted before with another request.
+        """
+        await self.connection.submit([request])
+        return self.handle(request.rollout_id, request.batch_id)
+
+    async def submit_many(
+        self, requests: Requests, *, batch_id: str | None = None, max_in_flight: int | None = None
+    ) -> Batch:
+        """Submit a batch from an iterable or an asynchronous one, and return its handle, from which results come.
+
+        Each request gets the batch's id. Returns when all is submitted or ``max_in_flight`` (by default the setting)
+        rollouts are in flight; iterating over the batch makes room for the rest. Pass ``max_in_flight=len(requests)``
+        to have all of them in Redis at once.
+
+        When it raises, what was submitted of the batch by then is cancelled.
+
+        Raises:
+            FleetUnreachableError: Redis stayed away.
+            RolloutConflictError: an id was submitted before with another request.
+            InvalidRequestError: an id comes twice, a request is too large, or the batch's id is malformed.
+        """
+        batch = Batch(
+            self.connection,
+            requests,
+            batch_id=batch_id or new_batch_id(),
+            max_in_flight=max_in_flight or self.settings.max_in_flight,
+        )
+        self._batches.add(batch)
+        try:
+            await batch.primed()
+        except BaseException:
+            await self._give_up(batch)
+            raise
+        return batch
+
+    async def _give_up(self, batch: Batch) -> None:
+        """Cancel what a batch that failed to start has sent: nobody would have a handle to it."""
+        with suppress(FleetError, TimeoutError):
+            async with asyncio.timeout(_GIVE_UP_SECONDS):
+                await batch.cancel()
+        batch.close()
+
+    def results(self, batch_id: str, *, after: str = START, count: int | None = None) -> Results:
+        """Follow a batch's results as they complete, also those that ended before: each once.
+
+        Starts after the position ``after`` in the batch's stream (`Results.position`), and ends after ``count``
+        results, or never. Outlasts lost connections and restarts of Redis.
+        """
+        return Results(self.connection, batch_id, after=after, count=count)
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
+        """Cancel rollouts, and say what was found for each. Those that run end a moment later, as cancelled."""
+        return await self.connection.cancel(rollout_ids)
+
+    def handle(self, rollout_id: str, batch_id: str = "default") -> RolloutHandle:
+        """Return the handle of a rollout that was submitted before, perhaps by another process."""
+        return RolloutHandle(self, rollout_id, batch_id)
+
+    async def _result(self, rollout_id: str, batch_id: str) -> RolloutResult:
+        waiters = self._waiters.setdefault(batch_id, Waiters(self.connection, batch_id))
+        await waiters.wait(rollout_id)
+        [raw] = await self.connection.stored_results([rollout_id])
+        return await read_result(self.connection, rollout_id, raw, batch_id)
+
+
+class RolloutHandle:
+    """One submitted rollout."""
+
+    def __init__(self, producer: Producer, rollout_id: str, batch_id: str) -> None:
+        self._producer = producer
+        self.rollout_id = rollout_id
+        self.batch_id = batch_id
+
+    async def result(self, timeout: float | None = None) -> RolloutResult:
+        """Wait for the result, for at most ``timeout`` seconds; raises TimeoutError, and the rollout goes on."""
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await self._producer._result(self.rollout_id, self.batch_id)
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"rollout {self.rollout_id} has not ended after {timeout} s; it goes on") from None
+            raise
+
+    async def cancel(self) -> CancelAnswer:
+        """Cancel the rollout, and say what was found."""
+        return (await self._producer.cancel([self.rollout_id]))[self.rollout_id]
+
+    async def state(self) -> JobState | None:
+        """Return where the rollout stands, None when Redis knows nothing of it."""
+        state = (await self._producer.connection.states([self.rollout_id]))[self.rollout_id]
+        return JobState(state) if state else None
+
+    def __repr__(self) -> str:
+        return f"<RolloutHandle {self.rollout_id} of {self.batch_id}>"

@@ -1,0 +1,282 @@
+"""The producer's connection to Redis: submit, cancel and look up records, each retried through a lost connection.
+
+Everything here may be sent twice without harm: a submitted id that is there already is left alone, and so is a
+cancelled one. That is what makes retrying right when a reply was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis.asyncio as aioredis
+from celery import Celery
+from redis import exceptions as rx
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from producer import broker
+from producer.contract import InvalidRequestError, RolloutRequest
+from producer.errors import FleetFullError, FleetUnreachableError, RolloutConflictError
+
+T = TypeVar("T")
+
+#: Rollouts per script call: Redis does nothing else while a script runs, about 10 microseconds a rollout.
+CHUNK = 250
+_CHUNK_BYTES = 4 * 1024 * 1024
+_LISTS = broker.queue_keys()
+_FIRST_LIST = 2  # index in submit.lua's KEYS of the first list
+_CALLS_AT_ONCE = 16
+_FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
+
+#: Refusals that no retry mends; redis-py files them under ConnectionError.
+REFUSED = (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)
+TRANSIENT = (rx.ConnectionError, rx.TimeoutError, rx.ReadOnlyError, rx.MasterDownError, OSError)
+
+
+class Submitted(IntEnum):
+    """What submitting found for one rollout."""
+
+    CREATED = 0
+    EXISTING = 1
+    FINISHED = 2
+    CONFLICT = 3
+
+
+class CancelAnswer(StrEnum):
+    """What cancelling found for one rollout."""
+
+    CANCELLED = "cancelled"  #: it waited, and is cancelled now
+    REQUESTED = "requested"  #: it runs; its worker was told
+    DONE = "done"  #: it had ended already
+    UNKNOWN = "unknown"  #: Redis has no record of it
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What Redis knows of one rollout; ``state`` is None when it has no record."""
+
+    state: str | None
+    outcome: str | None
+    request: bytes | None = field(repr=False)
+
+
+class _Chunk:
+    """What one call of submit.lua is given."""
+
+    def __init__(self, ttl: int) -> None:
+        self.keys: list[str] = [broker.PENDING, *_LISTS]
+        self.args: list[Any] = [ttl]
+        self.ids: list[str] = []
+        self.size = 0
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Doubling delays, in seconds."""
+
+    delay: float = _FIRST_DELAY
+
+    async def wait(self) -> None:
+        """Sleep for the present delay and double the next."""
+        await asyncio.sleep(self.delay)
+        self.delay = min(self.delay * 2, _LAST_DELAY)
+
+
+def redact(url: str) -> str:
+    """Return a URL without user name, password or secret parameters, for messages."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(an unreadable URL)"
+    host = parts.netloc.rpartition("@")[2]
+    query = urlencode([(k, "***" if "pass" in k.lower() else v) for k, v in parse_qsl(parts.query)], safe="*/")
+    return urlunsplit((parts.scheme, f"***@{host}" if "@" in parts.netloc else host, parts.path, query, ""))
+
+
+class FleetConnection:
+    """One producer's connection, bound to the event loop in which `open` is called.
+
+    ``patience`` is for how many seconds a call is retried while Redis is away, before it raises
+    `FleetUnreachableError`.
+    """
+
+    def __init__(self, redis_url: str, *, patience: float = 30.0) -> None:
+        self.url = redis_url
+        self.patience = patience
+        self._ttl = int(broker.RESULT_TTL.total_seconds())
+        self._app: Celery | None = None
+        self._wakeups: dict[int, broker.WakeUp] = {}
+        # Each blocked reader of a stream holds a connection of its own, so only the calls are limited.
+        self._slots = asyncio.Semaphore(_CALLS_AT_ONCE)
+        try:
+            self.redis: aioredis.Redis = aioredis.Redis.from_url(
+                redis_url,
+                socket_timeout=30,
+                socket_connect_timeout=5,
+                socket_keepalive=True,
+                health_check_interval=25,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise FleetUnreachableError(
+                f"{redact(redis_url)!r} is not a Redis URL ({error}); set ROLLOUTS_REDIS_URL (or --redis-url) to one "
+                "such as redis://127.0.0.1:6379/0"
+            ) from None
+        self._submit = self.redis.register_script(broker.script("producer", "submit"))
+        self._cancel = self.redis.register_script(broker.script("producer", "cancel"))
+
+    async def open(self) -> None:
+        """Check at once that Redis answers; raises `FleetUnreachableError`."""
+        try:
+            await self.call(self._ping, patience=0)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _ping(self) -> None:
+        await self.redis.execute_command("PING")  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+
+    def lasting(self) -> FleetConnection:
+        """Return this connection with endless patience, for work that has begun and must outlast any outage."""
+        other = copy.copy(self)
+        other.patience = math.inf
+        return other
+
+    async def call(self, operation: Callable[[], Awaitable[T]], *, patience: float | None = None) -> T:
+        """Run ``operation``, again while Redis is away; raises `FleetUnreachableError` or `FleetFullError`."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (self.patience if patience is None else patience)
+        backoff = Backoff()
+        while True:
+            try:
+                async with self._slots:
+                    return await operation()
+            except REFUSED as error:
+                self.raise_unreachable(error)
+            except TRANSIENT as error:
+                if clock() + backoff.delay > deadline:
+                    self.raise_unreachable(error)
+            except rx.OutOfMemoryError as error:
+                raise FleetFullError(
+                    f"Redis at {redact(self.url)} has no memory left ({error}); raise its maxmemory, or keep fewer "
+                    "rollouts in flight"
+                ) from None
+            await backoff.wait()
+
+    def raise_unreachable(self, error: Exception) -> NoReturn:
+        """Raise the error that says which Redis, which setting, and what to do."""
+        raise FleetUnreachableError(
+            f"Redis at {redact(self.url)} cannot be used: {error or type(error).__name__}. Start it, or set "
+            "ROLLOUTS_REDIS_URL (or --redis-url) to the one that the workers use; `rollouts up` starts one here"
+        ) from error
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> list[Submitted]:
+        """Write records and wake-up messages, chunk by chunk; answers in the order of ``requests``.
+
+        Raises:
+            RolloutConflictError: an id has another request already; nothing of its chunk was submitted.
+            InvalidRequestError: a request exceeds `RolloutRequest.MAX_BYTES`; nothing of its chunk was submitted.
+        """
+        answers: list[Submitted] = []
+        for chunk in self._chunks(requests):
+            codes = await self.call(partial(self._submit, keys=chunk.keys, args=chunk.args))
+            found = [Submitted(code) for code in codes]
+            conflicts = [i for i, answer in zip(chunk.ids, found, strict=True) if answer is Submitted.CONFLICT]
+            if conflicts:
+                raise RolloutConflictError(conflicts)
+            answers += found
+        return answers
+
+    def _chunks(self, requests: Iterable[RolloutRequest]) -> Iterator[_Chunk]:
+        chunk = _Chunk(self._ttl)
+        for request in requests:
+            entry = self._encode(request)
+            if chunk.ids and (len(chunk.ids) == CHUNK or chunk.size + len(entry[1]) > _CHUNK_BYTES):
+                yield chunk
+                chunk = _Chunk(self._ttl)
+            chunk.keys.append(broker.job_key(request.rollout_id))
+            chunk.args += entry
+            chunk.ids.append(request.rollout_id)
+            chunk.size += len(entry[1])
+        if chunk.ids:
+            yield chunk
+
+    def _encode(self, request: RolloutRequest) -> list[Any]:
+        data = request.to_json()
+        if len(data) > request.MAX_BYTES:
+            raise InvalidRequestError(
+                f"rollout {request.rollout_id}: the request is {len(data)} bytes, more than {request.MAX_BYTES}; "
+                "give large inputs to the environment by reference"
+            )
+        position = _FIRST_LIST + _LISTS.index(broker.queue_key(request.priority))
+        message = self._wakeup(request.priority).render(request.rollout_id)
+        identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
+        return [*identity, position, message]
+
+    def _wakeup(self, priority: int) -> broker.WakeUp:
+        step = max(s for s in broker.PRIORITY_STEPS if s <= priority)
+        if step not in self._wakeups:
+            if self._app is None:
+                self._app = Celery("rollouts", set_as_current=False)
+                self._app.config_from_object(broker.celery_config(self.url))
+            self._wakeups[step] = broker.WakeUp.for_app(self._app, step)
+        return self._wakeups[step]
+
+    # -- cancelling and looking up -------------------------------------------------------------------------------------
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
+        """Cancel rollouts; returns what was found for each."""
+        answers: dict[str, CancelAnswer] = {}
+        for start in range(0, len(rollout_ids), CHUNK):
+            ids = rollout_ids[start : start + CHUNK]
+            keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, *map(broker.job_key, ids)]
+            args: list[Any] = [self._ttl, broker.EVENTS_KEPT, broker.stream_key(""), *ids]
+            found = await self.call(partial(self._cancel, keys=keys, args=args))
+            answers |= {i: CancelAnswer(answer.decode()) for i, answer in zip(ids, found, strict=True)}
+        return answers
+
+    async def states(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
+        """Return each record's state, None where there is no record."""
+        states: dict[str, str | None] = {}
+        for start in range(0, len(rollout_ids), CHUNK):
+            ids = rollout_ids[start : start + CHUNK]
+            found = await self.call(partial(self._states, ids))
+            states |= {i: state.decode() if state else None for i, state in zip(ids, found, strict=True)}
+        return states
+
+    async def _states(self, ids: Sequence[str]) -> list[bytes | None]:
+        pipe = self.redis.pipeline(transaction=False)
+        for rollout_id in ids:
+            pipe.hget(broker.job_key(rollout_id), "state")
+        return list(await pipe.execute())
+
+    async def record(self, rollout_id: str) -> Record:
+        """Return what Redis knows of one rollout."""
+        key, names = broker.job_key(rollout_id), ["state", "outcome", "request"]
+        state, outcome, request = await self.call(lambda: _awaitable(self.redis.hmget(key, names)))
+        return Record(state.decode() if state else None, outcome.decode() if outcome else None, request)
+
+    async def stored_results(self, rollout_ids: Sequence[str]) -> list[bytes | None]:
+        """Return the results as Celery's backend keeps them, None where there is none."""
+        keys = [broker.result_key(rollout_id) for rollout_id in rollout_ids]
+        return list(await self.call(lambda: _awaitable(self.redis.mget(keys))))
+
+
+def _awaitable(reply: Any) -> Awaitable[Any]:
+    """Narrow redis-py's ``Awaitable[X] | X``: the asyncio client always returns an awaitable."""
+    assert not isinstance(reply, list)  # noqa: S101
+    return reply  # type: ignore[no-any-return]

@@ -1,0 +1,309 @@
+"""Results as they complete: a batch's stream of completions, and what Celery's result backend keeps for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+from producer import broker
+from producer.connection import REFUSED, TRANSIENT, Backoff, FleetConnection, Record, redact
+from producer.contract import (
+    ErrorInfo,
+    ErrorKind,
+    InvalidRequestError,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+)
+from producer.errors import FleetError
+
+logger = logging.getLogger(__name__)
+
+START = "0"
+#: Results fetched by one MGET; they stay compressed until each one's turn comes.
+GROUP = 32
+_ENTRIES = 500
+_BLOCK_MS = 5000
+_QUIET_READS = 6  # blocked reads without an entry after which a follower is told to look for itself
+_OFF_LOOP_BYTES = 1024 * 1024
+
+
+# -- the stream of completions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Rollouts that have ended, in order, with the positions of their entries.
+
+    ``missed`` says that more may have been missed: the connection was lost (a Redis that restarts may have lost its
+    last second), or nothing was heard for half a minute. Followers then look the records up.
+    """
+
+    entries: tuple[tuple[str, str], ...]
+    missed: bool
+
+
+class Completions:
+    """Follows a batch's stream from ``position`` on, through lost connections and restarts of Redis.
+
+    ``position`` is the id of the last entry that was read; a follower that starts there reads on.
+    """
+
+    def __init__(self, connection: FleetConnection, batch_id: str, position: str = START) -> None:
+        self.batch_id = batch_id
+        self.position = position
+        self._connection = connection
+        self._quiet = 0
+
+    async def read(self) -> Announced:
+        """Wait for the next entries; raises `FleetUnreachableError` only when Redis refuses the connection."""
+        backoff, missed = Backoff(), False
+        while True:
+            try:
+                entries = await self._read_once(block=None if missed else _BLOCK_MS)
+            except REFUSED as error:
+                self._connection.raise_unreachable(error)
+            except TRANSIENT as error:
+                if not missed:
+                    logger.warning(
+                        "Redis at %s went away (%s); waiting for it to come back",
+                        redact(self._connection.url),
+                        error,
+                        extra={"stage": "follow", "batch_id": self.batch_id},
+                    )
+                missed = True
+                await backoff.wait()
+                continue
+            self._quiet = 0 if entries else self._quiet + 1
+            if entries or missed or self._quiet >= _QUIET_READS:
+                missed = missed or self._quiet >= _QUIET_READS
+                self._quiet = 0
+                return Announced(entries, missed)
+
+    async def _read_once(self, block: int | None) -> tuple[tuple[str, str], ...]:
+        key = broker.stream_key(self.batch_id)
+        reply: Any = await self._connection.redis.xread({key: self.position}, count=_ENTRIES, block=block)
+        streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply or ()]
+        entries = tuple((entry.decode(), fields[b"id"].decode()) for entry, fields in (streams[0] if streams else ()))
+        if entries:
+            self.position = entries[-1][0]
+        return entries
+
+
+async def last_position(connection: FleetConnection, batch_id: str) -> str:
+    """Return the position of the stream's last entry."""
+    key = broker.stream_key(batch_id)
+
+    async def newest() -> Any:
+        return await connection.redis.xrevrange(key, count=1)
+
+    entries = await connection.call(newest)
+    return entries[0][0].decode() if entries else START
+
+
+# -- from what is stored to a result -----------------------------------------------------------------------------------
+
+
+async def read_result(
+    connection: FleetConnection,
+    rollout_id: str,
+    raw: bytes | None,
+    batch_id: str,
+    request: RolloutRequest | None = None,
+) -> RolloutResult:
+    """Turn what the result backend keeps (``raw``) into a typed result, whatever it is.
+
+    A rollout without a usable result gets one that says why: cancelled before it ran, its task failed, its result
+    expired or cannot be read. ``request`` is used for the identity fields when the record is gone too.
+    """
+    meta: Any
+    if raw is None:
+        meta = None
+    else:
+        try:
+            meta = await _decode(raw)
+        except (zstandard.ZstdError, ValueError) as unreadable:  # an InvalidRequestError is a ValueError
+            meta = {"status": "UNREADABLE", "result": {"exc_message": str(unreadable)}}
+    if isinstance(meta, RolloutResult):
+        return meta
+    record = await connection.record(rollout_id)
+    stop, error = _explain(meta, record)
+    known = request or _request_of(record)
+    if known is None:
+        return RolloutResult(rollout_id=rollout_id, batch_id=batch_id, stop_condition=stop, error=error)
+    return RolloutResult.for_request(known, stop, error=error)
+
+
+async def _decode(raw: bytes) -> RolloutResult | dict[str, Any]:
+    # Trajectories run to megabytes; decoding those on the event loop would stall everything else on it.
+    if zstandard.frame_content_size(raw) > _OFF_LOOP_BYTES:
+        return await asyncio.to_thread(_decode_now, raw)
+    return _decode_now(raw)
+
+
+def _decode_now(raw: bytes) -> RolloutResult | dict[str, Any]:
+    meta = broker.decode_result(raw)
+    if not isinstance(meta, dict):
+        raise InvalidRequestError(f"the stored value is {type(meta).__name__}, not one of Celery's results")
+    return RolloutResult.parse(meta.get("result")) if meta.get("status") == "SUCCESS" else meta
+
+
+def _explain(meta: dict[str, Any] | None, record: Record) -> tuple[StopCondition, ErrorInfo]:
+    status = meta.get("status") if meta else None
+    if record.outcome == StopCondition.CANCELLED or status == "REVOKED":
+        return StopCondition.CANCELLED, ErrorInfo(kind=ErrorKind.CANCELLED, message="the rollout was cancelled")
+    if meta is None:
+        missing = "the result expired" if record.state == broker.JobState.DONE else "the rollout has no result"
+        message = f"{missing}: results are kept for {broker.RESULT_TTL.days} days after they were stored"
+        return StopCondition.HAS_ERROR, ErrorInfo(kind=ErrorKind.LEASE, message=message)
+    cause = meta.get("result")
+    text = _exception_text(cause) if isinstance(cause, dict) else str(cause)
+    if status == "UNREADABLE":
+        message = f"the stored result cannot be read: {text}"
+        return StopCondition.HAS_ERROR, ErrorInfo(kind=ErrorKind.INVALID_REQUEST, message=message)
+    message = f"the worker's task ended as {status}: {text}"
+    trace = meta.get("traceback")
+    error = ErrorInfo(kind=ErrorKind.ENVIRONMENT, message=message, detail=str(trace) if trace else None)
+    return StopCondition.HAS_ERROR, error
+
+
+def _exception_text(cause: dict[str, Any]) -> str:
+    words = cause.get("exc_message", "")
+    text = ", ".join(map(str, words)) if isinstance(words, list | tuple) else str(words)
+    return ": ".join(part for part in (str(cause.get("exc_type") or ""), text) if part)
+
+
+def _request_of(record: Record) -> RolloutRequest | None:
+    if record.request is None:
+        return None
+    with suppress(InvalidRequestError):
+        return RolloutRequest.parse(record.request)
+    return None
+
+
+# -- followers ---------------------------------------------------------------------------------------------------------
+
+
+class Results(AsyncIterator[RolloutResult]):
+    """The results of a batch as they complete, each once; ends after ``count`` of them, or never.
+
+    ``position`` is the place in the batch's stream just after the last delivered result: a consumer that starts again
+    with ``after=position`` misses none.
+    """
+
+    def __init__(
+        self, connection: FleetConnection, batch_id: str, *, after: str = START, count: int | None = None
+    ) -> None:
+        self.position = after
+        self._connection = connection = connection.lasting()
+        self._completions = Completions(connection, batch_id, after)
+        self._left = count
+        self._seen: set[str] = set()
+        self._announced: deque[tuple[str, str]] = deque()
+        self._fetched: deque[tuple[str, str, bytes | None]] = deque()
+        self._one_at_a_time = asyncio.Lock()
+
+    def __aiter__(self) -> Results:
+        return self
+
+    async def __anext__(self) -> RolloutResult:
+        async with self._one_at_a_time:
+            if self._left is not None and self._left <= 0:
+                raise StopAsyncIteration
+            while not self._fetched:
+                await self._fetch()
+            # Take the entry off only after the last await: a cancelled caller loses nothing.
+            position, rollout_id, raw = self._fetched[0]
+            result = await read_result(self._connection, rollout_id, raw, self._completions.batch_id)
+            self._fetched.popleft()
+            self.position = position
+            if self._left is not None:
+                self._left -= 1
+            return result
+
+    async def _fetch(self) -> None:
+        while not self._announced:
+            for position, rollout_id in (await self._completions.read()).entries:
+                if rollout_id not in self._seen:
+                    self._seen.add(rollout_id)
+                    self._announced.append((position, rollout_id))
+        group = [self._announced[i] for i in range(min(GROUP, len(self._announced)))]
+        stored = await self._connection.stored_results([rollout_id for _, rollout_id in group])
+        for (position, rollout_id), raw in zip(group, stored, strict=True):
+            self._fetched.append((position, rollout_id, raw))
+            self._announced.popleft()
+
+
+class Waiters:
+    """Lets any number of callers wait for single rollouts of one batch, over one connection."""
+
+    def __init__(self, connection: FleetConnection, batch_id: str) -> None:
+        self._connection = connection.lasting()
+        self._batch_id = batch_id
+        self._futures: dict[str, asyncio.Future[None]] = {}
+        self._counts: dict[str, int] = {}
+        self._follower: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def wait(self, rollout_id: str) -> None:
+        """Return once the rollout has ended, or when Redis knows nothing of it."""
+        future = self._futures.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+        self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
+        try:
+            await self._follow()
+            # Looked up only now: what ended before the follower's first position shows in the record.
+            await self._settle([rollout_id])
+            await asyncio.shield(future)
+        finally:
+            self._counts[rollout_id] -= 1
+            if not self._counts[rollout_id]:
+                del self._counts[rollout_id], self._futures[rollout_id]
+            if not self._futures:
+                self.close()
+
+    def close(self) -> None:
+        """Stop following; callers that still wait get a `FleetError`."""
+        if self._follower:
+            self._follower.cancel()
+            self._follower = None
+        self._fail(FleetError(f"the producer was closed while rollouts of batch {self._batch_id} were waited for"))
+
+    async def _follow(self) -> None:
+        async with self._starting:
+            if self._follower is None or self._follower.done():
+                position = await last_position(self._connection, self._batch_id)
+                completions = Completions(self._connection, self._batch_id, position)
+                self._follower = asyncio.create_task(self._announce(completions))
+
+    async def _announce(self, completions: Completions) -> None:
+        try:
+            while True:
+                announced = await completions.read()
+                for _, rollout_id in announced.entries:
+                    self._resolve(rollout_id)
+                if announced.missed:
+                    await self._settle(list(self._futures))
+        except FleetError as error:
+            self._fail(error)
+
+    def _fail(self, error: FleetError) -> None:
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def _settle(self, rollout_ids: list[str]) -> None:
+        for rollout_id, state in (await self._connection.states(rollout_ids)).items():
+            if state in (None, broker.JobState.DONE):
+                self._resolve(rollout_id)
+
+    def _resolve(self, rollout_id: str) -> None:
+        future = self._futures.get(rollout_id)
+        if future and not future.done():
+            future.set_result(None)

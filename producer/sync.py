@@ -1,0 +1,174 @@
+"""The producer for code without an event loop: the same calls, run on a loop in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from producer.batch import Batch, Counts, Requests
+from producer.broker import JobState
+from producer.client import Producer, RolloutHandle
+from producer.connection import CancelAnswer
+from producer.contract import RolloutRequest, RolloutResult
+from producer.results import START
+from producer.settings import ProducerSettings
+
+T = TypeVar("T")
+
+
+class _Loop:
+    """An event loop in a daemon thread; usable from any thread, also from inside another running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts-producer", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # a Ctrl-C in the caller's thread ends the work too
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncProducer:
+    """`Producer` without ``await``; a context manager. Works inside a running loop too, for example in a notebook.
+
+    An iterable of requests is iterated in the producer's own thread.
+    """
+
+    def __init__(self, settings: ProducerSettings, *, patience: float = 30.0) -> None:
+        self.settings = settings
+        self._patience = patience
+        self._loop: _Loop | None = None
+        self._producer: Producer | None = None
+
+    @classmethod
+    def from_settings(cls, settings: ProducerSettings | None = None) -> Self:
+        """Return a producer for ``settings``, by default read from the ``ROLLOUTS_*`` variables."""
+        return cls(settings or ProducerSettings())
+
+    def __enter__(self) -> Self:
+        self._loop = _Loop()
+        try:
+            self._producer = self._loop.run(self._open())
+        except BaseException:
+            self._loop.stop()
+            self._loop = None
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop following and disconnect; rollouts in flight go on."""
+        loop, producer = self._loop, self._producer
+        self._loop = self._producer = None
+        if loop is None:
+            return
+        try:
+            if producer is not None:
+                loop.run(producer.close())
+        finally:
+            loop.stop()
+
+    def submit(self, request: RolloutRequest) -> SyncHandle:
+        """Submit one rollout; see `Producer.submit`."""
+        loop, producer = self._opened()
+        return SyncHandle(loop, loop.run(producer.submit(request)))
+
+    def submit_many(
+        self, requests: Requests, *, batch_id: str | None = None, max_in_flight: int | None = None
+    ) -> SyncBatch:
+        """Submit a batch; see `Producer.submit_many`."""
+        loop, producer = self._opened()
+        batch = loop.run(producer.submit_many(requests, batch_id=batch_id, max_in_flight=max_in_flight))
+        return SyncBatch(loop, batch)
+
+    def results(self, batch_id: str, *, after: str = START, count: int | None = None) -> Iterator[RolloutResult]:
+        """Follow a batch's results; see `Producer.results`."""
+        loop, producer = self._opened()
+
+        async def follow() -> AsyncIterator[RolloutResult]:
+            return producer.results(batch_id, after=after, count=count)
+
+        return _iterate(loop, loop.run(follow()))
+
+    def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
+        """Cancel rollouts; see `Producer.cancel`."""
+        loop, producer = self._opened()
+        return loop.run(producer.cancel(rollout_ids))
+
+    async def _open(self) -> Producer:
+        return await Producer(self.settings, patience=self._patience).__aenter__()
+
+    def _opened(self) -> tuple[_Loop, Producer]:
+        if self._loop is None or self._producer is None:
+            raise RuntimeError("the producer is not open; use it as `with SyncProducer.from_settings() as producer:`")
+        return self._loop, self._producer
+
+
+class SyncHandle:
+    """`RolloutHandle` without ``await``."""
+
+    def __init__(self, loop: _Loop, handle: RolloutHandle) -> None:
+        self._loop = loop
+        self._handle = handle
+        self.rollout_id = handle.rollout_id
+        self.batch_id = handle.batch_id
+
+    def result(self, timeout: float | None = None) -> RolloutResult:
+        """Wait for the result, for at most ``timeout`` seconds; raises TimeoutError, and the rollout goes on."""
+        return self._loop.run(self._handle.result(timeout))
+
+    def cancel(self) -> CancelAnswer:
+        """Cancel the rollout, and say what was found."""
+        return self._loop.run(self._handle.cancel())
+
+    def state(self) -> JobState | None:
+        """Return where the rollout stands, None when Redis knows nothing of it."""
+        return self._loop.run(self._handle.state())
+
+
+class SyncBatch(Iterator[RolloutResult]):
+    """`Batch` without ``await``: iterate over it for the results, in the order in which they end."""
+
+    def __init__(self, loop: _Loop, batch: Batch) -> None:
+        self._loop = loop
+        self._batch = batch
+        self._results = _iterate(loop, batch)
+        self.batch_id = batch.batch_id
+
+    @property
+    def counts(self) -> Counts:
+        """How many were submitted, and how those that were delivered ended."""
+        return self._batch.counts
+
+    def __next__(self) -> RolloutResult:
+        return next(self._results)
+
+    def cancel(self) -> dict[str, CancelAnswer]:
+        """Submit no more, and cancel what is in flight; see `Batch.cancel`."""
+        return self._loop.run(self._batch.cancel())
+
+
+def _iterate(loop: _Loop, results: AsyncIterator[RolloutResult]) -> Iterator[RolloutResult]:
+    async def following() -> RolloutResult | None:
+        return await anext(results, None)
+
+    while (result := loop.run(following())) is not None:
+        yield result

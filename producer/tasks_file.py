@@ -1,0 +1,202 @@
+"""Reads a file of tasks, one JSON object a line, and expands it into requests.
+
+The whole file is checked before the first request leaves: every wrong line is named by its number and field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest
+
+SHOWN_PROBLEMS = 20
+_MAX_ID = 128
+_BOM = b"\xef\xbb\xbf"
+
+#: What names one rollout of a file across runs: its example id, as text, and its sample index.
+Sample = tuple[str, int]
+
+
+class TasksFileError(Exception):
+    """The file cannot be used; ``problems`` holds one sentence for each wrong line, with its number and field."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        shown = problems[:SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"... {len(problems) - len(shown)} more; {len(problems)} problems in all")
+        super().__init__("\n".join(shown))
+
+
+@dataclass(frozen=True)
+class TaskDefaults:
+    """What fills the fields that a line leaves out; ``timeout`` is the agent's deadline in seconds."""
+
+    model: str | None = None
+    environment: str | None = None
+    run_command: str | None = None
+    image: str | None = None
+    gateway_url: str | None = None
+    timeout: float | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` when one of the defaults is itself wrong, so that no line is blamed for it."""
+        RolloutRequest.parse(self.fill({"model": "any"}))
+
+    def fill(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Return ``task`` with what it leaves out."""
+        names = ("model", "environment", "run_command", "image", "gateway_url")
+        filled = {name: getattr(self, name) for name in names if getattr(self, name) is not None} | task
+        deadlines = filled.get("deadlines", {})
+        if self.timeout is not None and isinstance(deadlines, dict):
+            filled["deadlines"] = {"agent": self.timeout} | deadlines
+        return filled
+
+
+@dataclass
+class TasksFile:
+    """A checked file of tasks; `load` it. Lines are kept as they are and become requests one at a time."""
+
+    path: Path
+    defaults: TaskDefaults
+    samples: int
+    _lines: list[tuple[int, bytes]] = field(default_factory=list)
+    _samples: set[Sample] = field(default_factory=set)
+    _explicit: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path, defaults: TaskDefaults, samples: int = 1) -> TasksFile:
+        """Read and check the whole file; raises `TasksFileError`."""
+        tasks, problems = cls(path, defaults, samples), []
+        data = _read(path).removeprefix(_BOM)
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                tasks._add(number, line)
+            except InvalidRequestError as error:
+                problems.append(f"{path}:{number}: {error}")
+        if problems:
+            raise TasksFileError(problems)
+        if not tasks._lines:
+            raise TasksFileError([f"{path}: holds no tasks; each line is one JSON object with a rollout's fields"])
+        return tasks
+
+    @property
+    def all_samples(self) -> frozenset[Sample]:
+        """Every rollout that the file stands for."""
+        return frozenset(self._samples)
+
+    @property
+    def explicit_ids(self) -> list[str]:
+        """The rollout ids that the lines themselves give."""
+        return list(self._explicit)
+
+    def requests(self, batch_id: str, skip: Collection[Sample] = (), suffix: str = "") -> Iterator[RolloutRequest]:
+        """Return the requests, without those in ``skip``; the same file and batch id give the same rollout ids.
+
+        ``suffix`` is put behind the ids that lines give: a rollout that runs again needs an id of its own.
+        """
+        for number, line in self._lines:
+            request, explicit = self._parse(number, line)
+            for index in self._indices(request):
+                if (str(request.example_id), index) in skip:
+                    continue
+                yield request.model_copy(
+                    update={
+                        "batch_id": batch_id,
+                        "rollout_id": self._rollout_id(request, explicit, index, batch_id, suffix),
+                        "sample_index": index,
+                        "group_id": request.group_id or safe_id(f"{batch_id}-{request.example_id}"),
+                    }
+                )
+
+    def _add(self, number: int, line: bytes) -> None:
+        request, explicit = self._parse(number, line)
+        for index in self._indices(request):
+            sample = (str(request.example_id), index)
+            if sample in self._samples:
+                raise InvalidRequestError(
+                    f"example_id {request.example_id!r} with sample_index {index} comes twice; results could not be "
+                    "told apart: give each line an example_id of its own, or leave it out"
+                )
+            self._samples.add(sample)
+            if explicit:
+                self._note_explicit(self._rollout_id(request, explicit, index, "", ""), number)
+        self._lines.append((number, line))
+
+    def _note_explicit(self, rollout_id: str, number: int) -> None:
+        if rollout_id in self._explicit:
+            first = self._explicit[rollout_id]
+            raise InvalidRequestError(f"rollout_id: {rollout_id!r} is taken by line {first} already; ids must differ")
+        self._explicit[rollout_id] = number
+
+    def _parse(self, number: int, line: bytes) -> tuple[RolloutRequest, bool]:
+        task = _object(line)
+        explicit = "rollout_id" in task
+        if self.samples > 1 and "sample_index" in task:
+            raise InvalidRequestError(f"sample_index: given, while {self.samples} samples are asked for; drop one")
+        try:
+            return RolloutRequest.parse(self.defaults.fill({"example_id": number} | task)), explicit
+        except InvalidRequestError as error:
+            hint = "model: missing; give it in the line, or for all lines with --model"
+            raise InvalidRequestError(str(error).replace("model: missing; it is required", hint)) from None
+
+    def _indices(self, request: RolloutRequest) -> range:
+        return range(self.samples) if self.samples > 1 else range(request.sample_index, request.sample_index + 1)
+
+    def _rollout_id(self, request: RolloutRequest, explicit: bool, index: int, batch_id: str, suffix: str) -> str:
+        if not explicit:
+            return safe_id(f"{batch_id}-{request.example_id}-{index}")
+        sample = f"-{index}" if self.samples > 1 else ""
+        return safe_id(f"{request.rollout_id}{sample}{suffix}")
+
+
+def safe_id(text: str) -> str:
+    """Return ``text`` as an id: as it is when it is one, else cleaned, with a digest so that ids stay different."""
+    if re.match(ID_PATTERN, text) and not text.endswith("\n"):
+        return text
+    digest = "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    clean = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip("._-") or "id"
+    return clean[: _MAX_ID - len(digest)] + digest
+
+
+def run_batch_id(path: Path) -> str:
+    """Return a fresh batch id that says which file was run, and when."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem).lstrip("._-")[:40] or "run"
+    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        raise InvalidRequestError(f"not UTF-8 ({byte}); save the file as UTF-8") from None
+    try:
+        task = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"not JSON: {error.msg} (column {error.colno})") from None
+    if not isinstance(task, dict):
+        raise InvalidRequestError(f"{type(task).__name__} found; each line is one JSON object with a rollout's fields")
+    return task
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise TasksFileError([f"{path}: no such file"]) from None
+    except IsADirectoryError:
+        raise TasksFileError([f"{path}: is a directory; give a file with one JSON object a line"]) from None
+    except OSError as error:
+        raise TasksFileError([f"{path}: cannot be read: {error.strerror}"]) from None

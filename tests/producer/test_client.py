@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from celery import Celery
+from celery.worker.request import Request
+from kombu import Consumer
+
+from producer import (
+    CancelAnswer,
+    ErrorKind,
+    FleetUnreachableError,
+    InvalidRequestError,
+    JobState,
+    Producer,
+    ProducerSettings,
+    RolloutConflictError,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+    SyncProducer,
+    broker,
+)
+from producer.connection import CHUNK, redact
+
+
+def test_submit_writes_the_record_and_sends_one_wake_up_message(settings, idle_worker, make):
+    request = make(1, priority=7, max_attempts=2)[0]
+
+    async def submit():
+        async with Producer(settings) as producer:
+            handle = await producer.submit(request)
+            return handle.rollout_id, await handle.state()
+
+    assert asyncio.run(submit()) == ("r-0", JobState.PENDING)
+    client = idle_worker.client
+    record = client.hgetall(broker.job_key("r-0"))
+    assert RolloutRequest.parse(record.pop(b"request")) == request
+    assert int(record.pop(b"enqueued_ms")) == client.zscore(broker.PENDING, "r-0")
+    assert record == {
+        b"state": b"pending",
+        b"attempt": b"0",
+        b"spent": b"0",
+        b"batch": b"default",
+        b"max_attempts": b"2",
+        b"priority": b"7",
+    }
+    assert client.ttl(broker.job_key("r-0")) > 6 * 24 * 3600
+    assert [client.llen(key) for key in broker.queue_keys()] == [0, 0, 1, 0]
+
+
+def test_a_message_equals_what_apply_async_would_have_put(settings, idle_worker, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1, priority=6)[0])
+
+    asyncio.run(submit())
+    key = broker.queue_key(6)
+    [ours] = idle_worker.client.lrange(key, 0, -1)
+    idle_worker.client.delete(key)
+    idle_worker.app.send_task(broker.RUN_ROLLOUT, task_id="r-0", queue=broker.QUEUE, priority=6)
+    [theirs] = idle_worker.client.lrange(key, 0, -1)
+
+    def comparable(raw):
+        message = json.loads(raw)
+        assert message["properties"].pop("delivery_tag")
+        message["properties"].pop("reply_to")
+        message["headers"].pop("origin")
+        assert not message["headers"].pop("ignore_result")  # None or False: the result is kept either way
+        return message
+
+    assert comparable(ours) == comparable(theirs)
+
+
+def test_a_real_consumer_and_celery_s_request_read_the_message(settings, idle_worker, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit_many(make(3))
+
+    asyncio.run(submit())
+    app: Celery = idle_worker.app
+
+    @app.task(name=broker.RUN_ROLLOUT, bind=True)
+    def run(self):
+        return None
+
+    read = []
+
+    def on_message(message):
+        request = Request(message, app=app, task=app.tasks[broker.RUN_ROLLOUT], decoded=False)
+        read.append((request.id, request.name, request.args, request.kwargs, message.delivery_tag))
+        message.ack()
+
+    queue = app.amqp.queues[broker.QUEUE]
+    with (
+        app.connection_for_read() as connection,
+        Consumer(connection, [queue], accept=["json"], on_message=on_message),
+    ):
+        while len(read) < 3:
+            connection.drain_events(timeout=5)
+    assert sorted(entry[:4] for entry in read) == [(f"r-{i}", broker.RUN_ROLLOUT, [], {}) for i in range(3)]
+    assert len({entry[4] for entry in read}) == 3
+
+
+def test_resubmitting_the_same_request_does_nothing(settings, idle_worker, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1)[0])
+            idle_worker.client.hset(broker.job_key("r-0"), "attempt", 1)
+            await producer.submit(make(1)[0])
+
+    asyncio.run(submit())
+    assert idle_worker.client.llen(broker.queue_key(3)) == 1
+    assert idle_worker.client.hget(broker.job_key("r-0"), "attempt") == b"1"
+
+
+def test_a_conflicting_request_is_named_and_nothing_of_its_chunk_is_submitted(settings, idle_worker, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1, batch_id="b")[0])
+            others = [*make(5, prompt="other")][::-1]
+            await producer.submit_many(others, batch_id="b")
+
+    with pytest.raises(RolloutConflictError, match="r-0") as caught:
+        asyncio.run(submit())
+    assert caught.value.rollout_ids == ("r-0",)
+    assert idle_worker.client.zcard(broker.PENDING) == 1
+    assert idle_worker.client.llen(broker.queue_key(3)) == 1
+
+
+def test_a_conflict_in_a_later_chunk_cancels_what_the_batch_has_sent(settings, idle_worker, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1)[0].model_copy(update={"rollout_id": "taken", "batch_id": "b"}))
+            requests = [*make(CHUNK), make(1, prompt="other")[0].model_copy(update={"rollout_id": "taken"})]
+            await producer.submit_many(requests, batch_id="b")
+
+    with pytest.raises(RolloutConflictError, match="taken"):
+        asyncio.run(submit())
+    assert idle_worker.client.hget(broker.job_key("r-0"), "outcome") == b"cancelled"
+    assert idle_worker.client.zrange(broker.PENDING, 0, -1) == [b"taken"]
+
+
+def test_a_request_beyond_the_size_limit_is_refused(settings, make):
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1, prompt="x" * RolloutRequest.MAX_BYTES)[0])
+
+    with pytest.raises(InvalidRequestError, match="r-0: the request is"):
+        asyncio.run(submit())
+
+
+def test_handles_wait_for_their_own_result(settings, worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            handles = [await producer.submit(request) for request in make(5)]
+            results = await asyncio.gather(*(handle.result(timeout=10) for handle in handles))
+            again = await handles[0].result(timeout=10)
+            return [r.rollout_id for r in results], again, await handles[0].state()
+
+    ids, again, state = asyncio.run(go())
+    assert ids == [f"r-{i}" for i in range(5)]
+    assert again.completed
+    assert state is JobState.DONE
+
+
+def test_a_handle_s_timeout_says_that_the_rollout_goes_on(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            handle = await producer.submit(make(1)[0])
+            with pytest.raises(TimeoutError, match=r"r-0 has not ended after 0.05 s; it goes on"):
+                await handle.result(timeout=0.05)
+            idle_worker.finish(RolloutResult.for_request(make(1)[0], StopCondition.COMPLETED))
+            return await handle.result(timeout=5)
+
+    assert asyncio.run(go()).completed
+
+
+def test_closing_the_producer_ends_those_who_wait(settings, make):
+    async def go():
+        async with Producer(settings) as producer:
+            handle = await producer.submit(make(1)[0])
+            waiting = asyncio.create_task(handle.result())
+            while not producer._waiters or producer._waiters["default"]._follower is None:
+                await asyncio.sleep(0)
+        await waiting
+
+    with pytest.raises(Exception, match="producer was closed"):
+        asyncio.run(go())
+
+
+def test_cancel_of_a_pending_rollout_ends_it_at_once(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            handle = await producer.submit(make(1)[0])
+            answer = await handle.cancel()
+            return answer, await handle.result(timeout=5), await handle.cancel()
+
+    answer, result, again = asyncio.run(go())
+    assert (answer, again) == (CancelAnswer.CANCELLED, CancelAnswer.DONE)
+    assert result.stop_condition is StopCondition.CANCELLED
+    assert result.error.kind is ErrorKind.CANCELLED
+    assert (result.example_id, result.model) == (0, "m")
+    assert idle_worker.client.zcard(broker.PENDING) == 0
+    [(_, entry)] = idle_worker.client.xrange(broker.stream_key("default"))
+    assert entry == {b"id": b"r-0", b"outcome": b"cancelled"}
+    assert idle_worker.client.ttl(broker.stream_key("default")) > 0
+
+
+def test_cancel_of_a_delayed_rollout_takes_it_out_of_the_delayed(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1)[0])
+            idle_worker.client.zrem(broker.PENDING, "r-0")
+            idle_worker.client.zadd(broker.DELAYED, {"r-0": 1})
+            return await producer.cancel(["r-0"])
+
+    assert asyncio.run(go()) == {"r-0": CancelAnswer.CANCELLED}
+    assert idle_worker.client.zcard(broker.DELAYED) == 0
+
+
+def test_cancel_of_a_running_rollout_marks_it_and_tells_the_workers(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1)[0])
+            idle_worker.client.hset(broker.job_key("r-0"), "state", "running")
+            return await producer.cancel(["r-0", "nobody"])
+
+    assert asyncio.run(go()) == {"r-0": CancelAnswer.REQUESTED, "nobody": CancelAnswer.UNKNOWN}
+    assert idle_worker.client.hget(broker.job_key("r-0"), "cancel") == b"1"
+    [(_, entry)] = idle_worker.client.xrange(broker.CANCELS)
+    assert entry == {b"id": b"r-0"}
+    assert idle_worker.client.exists(broker.stream_key("default")) == 0
+
+
+def test_unreachable_redis_is_a_clear_error_without_the_password():
+    async def go():
+        async with Producer(ProducerSettings(redis_url="redis://me:hunter2@127.0.0.1:1/0")):
+            pass
+
+    begun = time.monotonic()
+    with pytest.raises(FleetUnreachableError) as caught:
+        asyncio.run(go())
+    text = str(caught.value)
+    assert "redis://***@127.0.0.1:1/0" in text
+    assert "ROLLOUTS_REDIS_URL" in text
+    assert "hunter2" not in text
+    assert time.monotonic() - begun < 5
+
+
+def test_a_refused_password_is_not_retried(own_redis):
+    own_redis.client.config_set("requirepass", "sesame")
+
+    async def go():
+        async with Producer(ProducerSettings(redis_url=own_redis.url)):
+            pass
+
+    begun = time.monotonic()
+    with pytest.raises(FleetUnreachableError, match=r"(?i)auth"):
+        asyncio.run(go())
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://x", "redis://h:port/0", "redis://[::1"])
+def test_a_wrong_redis_url_is_named(url):
+    async def go():
+        async with Producer(ProducerSettings(redis_url=url)):
+            pass
+
+    with pytest.raises(FleetUnreachableError, match="is not a Redis URL"):
+        asyncio.run(go())
+
+
+def test_urls_are_shown_without_secrets():
+    assert redact("redis://127.0.0.1:6379/0") == "redis://127.0.0.1:6379/0"
+    assert redact("rediss://u:p@h:1/2?password=x&db=1") == "rediss://***@h:1/2?password=***&db=1"
+    assert redact("redis://[::1") == "(an unreadable URL)"
+
+
+def test_a_call_waits_for_redis_to_come_back(own_redis, make):
+    async def go():
+        async with Producer(ProducerSettings(redis_url=own_redis.url)) as producer:
+            await asyncio.to_thread(own_redis.stop)
+            submitting = asyncio.create_task(producer.submit(make(1)[0]))
+            await asyncio.to_thread(own_redis.start)
+            return await (await submitting).state()
+
+    assert asyncio.run(go()) is JobState.PENDING
+
+
+def test_a_call_gives_up_after_its_patience(own_redis, make):
+    async def go():
+        async with Producer(ProducerSettings(redis_url=own_redis.url), patience=0.2) as producer:
+            await asyncio.to_thread(own_redis.stop)
+            await producer.submit(make(1)[0])
+
+    with pytest.raises(FleetUnreachableError):
+        asyncio.run(go())
+
+
+def test_a_full_redis_is_a_clear_error_and_nothing_is_stored(own_redis, make):
+    async def go():
+        async with Producer(ProducerSettings(redis_url=own_redis.url)) as producer:
+            own_redis.client.config_set("maxmemory", 1)
+            await producer.submit_many(make(3))
+
+    with pytest.raises(Exception, match="no memory left"):
+        asyncio.run(go())
+    assert own_redis.client.zcard(broker.PENDING) == 0
+
+
+def test_a_producer_that_is_not_open_says_how_to_open_it(settings, make):
+    with pytest.raises(RuntimeError, match="async with"):
+        asyncio.run(Producer(settings).submit(make(1)[0]))
+    with pytest.raises(RuntimeError, match="with SyncProducer"):
+        SyncProducer(settings).submit(make(1)[0])
+
+
+def test_the_sync_face_does_the_same(settings, worker, make):
+    with SyncProducer(settings) as producer:
+        handle = producer.submit(make(1, rollout_id="one")[0])
+        assert handle.result(timeout=10).completed
+        assert handle.state() is JobState.DONE
+        assert handle.cancel() is CancelAnswer.DONE
+        batch = producer.submit_many(make(5), max_in_flight=2)
+        assert sorted(r.rollout_id for r in batch) == [f"r-{i}" for i in range(5)]
+        assert batch.counts.completed == 5
+        assert batch.cancel() == {}
+        assert len(list(producer.results(batch.batch_id, count=5))) == 5
+        assert producer.cancel(["one"]) == {"one": CancelAnswer.DONE}
+
+
+def test_the_sync_face_works_inside_a_running_loop(settings, worker, make):
+    async def notebook_cell():
+        with SyncProducer(settings) as producer:
+            return [result.completed for result in producer.submit_many(make(3))]
+
+    assert asyncio.run(notebook_cell()) == [True] * 3
+
+
+def test_the_sync_face_leaves_no_thread_when_redis_is_unreachable():
+    import threading
+
+    with pytest.raises(FleetUnreachableError):
+        SyncProducer(ProducerSettings(redis_url="redis://127.0.0.1:1/0")).__enter__()
+    assert not [t for t in threading.enumerate() if t.name == "rollouts-producer"]
+
+
+@pytest.mark.parametrize("module", ["producer", "producer.cli"])
+def test_importing_the_producer_loads_no_worker_and_no_server(module):
+    heavy = "('workers', 'prime_sandboxes', 'prime_tunnel', 'starlette', 'uvicorn')"
+    code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in {heavy}])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

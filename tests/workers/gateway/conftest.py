@@ -1,0 +1,259 @@
+"""A real gateway and a scripted model server, each a uvicorn server of its own on a free port of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from support import wait_until
+
+from workers.gateway.server import create_app
+from workers.gateway.server.serve import server_config
+
+Body = dict[str, Any]
+
+
+class Served:
+    """An ASGI application served by uvicorn in a thread, with the settings of the real gateway."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.server = uvicorn.Server(server_config(app, shutdown_grace=1))
+        self.thread = threading.Thread(target=self.server.run, args=([self.listener],), daemon=True)
+        self.thread.start()
+        wait_until(lambda: self.server.started, what="uvicorn")
+
+    def begin_stop(self) -> None:
+        self.server.should_exit = True
+
+    def stop(self) -> None:
+        self.begin_stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def completion(content: str | None = "hello", *, prompt: int = 3, **fields: Any) -> Body:
+    """A chat completion as vLLM answers it, with one token per character."""
+    ids = [ord(c) for c in content or "x"]
+    message = {"role": "assistant", "content": content} | fields.pop("message", {})
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "stop",
+        "token_ids": ids,
+        "logprobs": {"content": [{"token": chr(i), "logprob": -i / 1000, "top_logprobs": []} for i in ids]},
+    } | fields.pop("choice", {})
+    usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
+    top = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
+    return top | {"choices": [choice], "prompt_token_ids": list(range(prompt))} | fields
+
+
+def chunks_of(answer: Body, *, usage: bool = True) -> list[bytes]:
+    """The events in which vLLM streams ``answer``: role, one per token, finish reason, usage, ``[DONE]``."""
+    choice = answer["choices"][0]
+    message = choice["message"]
+    top = {k: answer[k] for k in ("id", "created", "model") if k in answer} | {"object": "chat.completion.chunk"}
+
+    def event(delta: Body, **more: Any) -> Body:
+        entry = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} | more
+        return top | {"choices": [entry]}
+
+    events = [event({"role": "assistant", "content": ""})]
+    if answer.get("prompt_token_ids") is not None:
+        events[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+    for name in ("reasoning_content", "reasoning"):
+        events += [event({name: character}) for character in message.get(name) or ""]
+    entries = (choice.get("logprobs") or {}).get("content")
+    ids = choice.get("token_ids")
+    parts = list(message.get("content") or "")
+    count = max(len(entries or ()), len(ids or ()), len(parts))
+    text = parts + [""] * (count - len(parts))
+    for i in range(count):
+        more: Body = {}
+        if entries is not None:
+            more["logprobs"] = {"content": entries[i : i + 1]}
+        if ids is not None:
+            more["token_ids"] = ids[i : i + 1]
+        events.append(event({"content": text[i]} if text[i] else {}, **more))
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        half = len(call["function"]["arguments"]) // 2
+        head = {"index": index, "id": call["id"], "type": "function"}
+        start = head | {"function": {"name": call["function"]["name"], "arguments": ""}}
+        events.append(event({"tool_calls": [start]}))
+        for part in (call["function"]["arguments"][:half], call["function"]["arguments"][half:]):
+            events.append(event({"tool_calls": [{"index": index, "function": {"arguments": part}}]}))
+    events.append(event({}, finish_reason=choice["finish_reason"]))
+    if usage:
+        events.append(top | {"choices": [], "usage": answer.get("usage")})
+    return [b"data: " + orjson.dumps(e) + b"\n\n" for e in events] + [b"data: [DONE]\n\n"]
+
+
+class ModelServer:
+    """A scripted OpenAI-compatible server: it notes what it is asked, and answers what the test says."""
+
+    def __init__(self) -> None:
+        self.reset()
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ]
+        )
+
+    def reset(self) -> None:
+        self.requests: list[Body] = []
+        self.headers: list[dict[str, str]] = []
+        self.answers: list[Any] = []
+        self.running = 0
+        self.most_running = 0
+        self.left_early = 0
+
+    def will(self, *answers: Any) -> None:
+        """Script the next answers: a body, a Response, or a function of the request's body that returns either."""
+        self.answers += answers
+
+    async def _models(self, request: Request) -> Response:
+        return Response(b'{"object":"list","data":[]}', media_type="application/json")
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        answer = self.answers.pop(0) if self.answers else completion()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if callable(answer) and not isinstance(answer, Response):
+                answer = await asyncio.to_thread(answer, body)
+        finally:
+            self.running -= 1
+        if isinstance(answer, Response):
+            return answer
+        if body.get("stream"):
+            return self.events(chunks_of(answer))
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    def events(self, parts: list[Any]) -> StreamingResponse:
+        """An event stream of ``parts``: bytes are sent, functions are called (they may wait), exceptions are raised."""
+
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                for part in parts:
+                    if isinstance(part, Exception):
+                        raise part
+                    if callable(part):
+                        await asyncio.to_thread(part)
+                    else:
+                        yield part
+            except asyncio.CancelledError:
+                self.left_early += 1
+                raise
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+
+class Client(httpx.Client):
+    """A test's view of a gateway: it registers rollouts and speaks as their agents."""
+
+    ids = itertools.count()
+
+    def register(self, rollout_id: str | None = None, *, key: str | None = None, **body: Any) -> str:
+        rollout_id = rollout_id or f"r-{next(self.ids)}"
+        headers = {"X-Rollout-Key": key} if key else {}
+        answer = self.post(f"/v1/rollouts/{rollout_id}/register", json={"model": "m"} | body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return rollout_id
+
+    def chat(self, rollout_id: str, text: str = "hi", **body: Any) -> httpx.Response:
+        fields = {"messages": [{"role": "user", "content": text}]} | body
+        return self.post(f"/v1/rollouts/{rollout_id}/chat/completions", json=fields)
+
+    def trajectory(self, rollout_id: str, **params: Any) -> Body:
+        answer = self.get(f"/v1/rollouts/{rollout_id}/trajectory", params=params)
+        assert answer.status_code == 200, answer.text
+        body: Body = answer.json()
+        return body
+
+
+@pytest.fixture(scope="session")
+def _shared() -> Iterator[tuple[ModelServer, Served, Served]]:
+    model = ModelServer()
+    upstream = Served(model.app)
+    gateway = Served(create_app(upstream=upstream.url, upstream_api_key="upstream-key"))
+    yield model, upstream, gateway
+    upstream.begin_stop()
+    gateway.stop()
+    upstream.stop()
+
+
+@pytest.fixture
+def model(_shared: tuple[ModelServer, Served, Served]) -> ModelServer:
+    """The scripted model server behind `gateway`."""
+    _shared[0].reset()
+    return _shared[0]
+
+
+@pytest.fixture
+def model_url(_shared: tuple[ModelServer, Served, Served]) -> str:
+    return _shared[1].url
+
+
+@pytest.fixture
+def gateway(_shared: tuple[ModelServer, Served, Served], model: ModelServer) -> Iterator[Client]:
+    """A client of a running gateway without a control key."""
+    with Client(base_url=_shared[2].url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], Served]]:
+    """Serve an application of the test's own until the test ends."""
+    served: list[Served] = []
+
+    def start(app: Any) -> Served:
+        served.append(Served(app))
+        return served[-1]
+
+    yield start
+    for one in served:
+        one.begin_stop()
+    for one in served:
+        one.stop()
+
+
+@pytest.fixture
+def gateway_with(serve: Callable[[Any], Served]) -> Iterator[Callable[..., Client]]:
+    """Serve a gateway with settings of the test's own, and return a client of it."""
+    clients: list[Client] = []
+
+    def start(**settings: Any) -> Client:
+        clients.append(Client(base_url=serve(create_app(**settings)).url, timeout=20))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def answer_of() -> Callable[..., Body]:
+    return completion
+
+
+@pytest.fixture
+def events_of() -> Callable[..., list[bytes]]:
+    return chunks_of

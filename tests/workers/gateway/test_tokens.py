@@ -1,0 +1,78 @@
+"""Token ids and logprobs: read from what the upstream gives, cut as registered, and never invented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from workers.gateway.server.tokens import TokenError, read_tokens
+
+
+def test_vllms_ids_and_logprobs(answer_of: Callable[..., Any]) -> None:
+    tokens = read_tokens(answer_of("ab", prompt=4))
+    assert tokens is not None
+    assert tokens.as_dict(None) == {
+        "prompt_ids": [0, 1, 2, 3],
+        "prompt_mask": [0, 0, 0, 0],
+        "completion_ids": [97, 98],
+        "completion_mask": [1, 1],
+        "completion_logprobs": [-0.097, -0.098],
+        "overlong_prompt": False,
+        "is_truncated": False,
+        "routed_experts": None,
+    }
+
+
+def test_prompt_ids_in_the_choice_are_found(answer_of: Callable[..., Any]) -> None:
+    tokens = read_tokens(answer_of(choice={"prompt_token_ids": [5, 6]}, prompt_token_ids=None))
+    assert tokens is not None
+    assert tokens.prompt_ids.tolist() == [5, 6]
+
+
+def test_llama_cpps_ids_are_real_and_the_prompts_stay_unknown(answer_of: Callable[..., Any]) -> None:
+    entries = [{"id": 7, "logprob": -0.5}, {"id": 8, "logprob": -0.25}]
+    choice = {"token_ids": None, "logprobs": {"content": entries}}
+    tokens = read_tokens(answer_of("ok", prompt=9, choice=choice, prompt_token_ids=None))
+    assert tokens is not None
+    whole = tokens.as_dict(None)
+    assert (whole["prompt_ids"], whole["completion_ids"], whole["completion_logprobs"]) == ([], [7, 8], [-0.5, -0.25])
+    cut = tokens.as_dict(10)  # the 9 tokens of the prompt count, though their ids are unknown
+    assert (cut["completion_ids"], cut["is_truncated"], cut["overlong_prompt"]) == ([7], True, False)
+    assert tokens.as_dict(8)["overlong_prompt"] is True
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"token_ids": [1, 2, 3]}, "3 token ids, but 2 logprobs"),
+        ({"logprobs": None}, "2 token ids without logprobs"),
+        ({"token_ids": ["a", "b"]}, "no token id"),
+        ({"logprobs": {"content": [{"logprob": None}, {"logprob": 0.0}]}}, "no logprob"),
+        ({"token_ids": None, "logprobs": {"content": [{"id": 1, "logprob": 0.0}, {"logprob": 0.0}]}}, "no token id"),
+        ({"logprobs": {"content": [1, 2]}}, "not a list of objects"),
+    ],
+)
+def test_inconsistent_tokens_are_an_error(answer_of: Callable[..., Any], choice: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TokenError, match=reason):
+        read_tokens(answer_of("ab", choice=choice))
+
+
+def test_inconsistent_tokens_are_recorded_as_null_with_the_reason(
+    gateway: Any, model: Any, answer_of: Callable[..., Any]
+) -> None:
+    rollout = gateway.register()
+    model.will(answer_of("ab", choice={"token_ids": [1, 2, 3]}))
+    gateway.chat(rollout)
+    step = gateway.trajectory(rollout)["trajectory"][0]
+    assert step["tokens"] is None
+    assert step["extras"] == {"token_error": "3 token ids, but 2 logprobs"}
+
+
+def test_a_server_that_refuses_unknown_fields_need_not_be_asked(
+    gateway_with: Callable[..., Any], model: Any, model_url: str
+) -> None:
+    gateway = gateway_with(upstream=model_url, ask_tokens=False)
+    gateway.chat(gateway.register())
+    assert model.requests[0].keys() == {"model", "messages"}

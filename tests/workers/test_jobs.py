@@ -1,0 +1,244 @@
+"""The job record: every transition, on a real server, with Redis's own clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import redis
+from celery import Celery
+from support import wait_until
+
+from producer import broker
+from producer.contract import RolloutRequest, RolloutResult, StopCondition
+from workers.jobs import Claim, JobStore, Renewal, Requeue
+from workers.sweep import sweep
+
+
+@pytest.fixture
+def app(redis_url: str) -> Iterator[Celery]:
+    app = Celery("test", set_as_current=False)
+    app.config_from_object(broker.celery_config(redis_url))
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def store(redis_url: str, app: Celery) -> Iterator[JobStore]:
+    client = redis.Redis.from_url(redis_url)
+    yield JobStore(client, app, lease_ttl=0.2)
+    client.close()
+
+
+def request(rollout_id: str = "r1", **fields: object) -> RolloutRequest:
+    return RolloutRequest.parse({"rollout_id": rollout_id, "model": "m", "batch_id": "b", **fields})
+
+
+def claimed(store: JobStore, worker: str = "w1", **fields: object) -> Claim:
+    offered = request(**fields)
+    claim = store.claim(offered.rollout_id, worker, offered)
+    assert isinstance(claim, Claim)
+    return claim
+
+
+def record(store: JobStore, rollout_id: str = "r1") -> dict[str, str]:
+    return {k.decode(): v.decode() for k, v in store.client.hgetall(broker.job_key(rollout_id)).items()}
+
+
+def lapse(store: JobStore, rollout_id: str = "r1") -> None:
+    store.client.zadd(broker.RUNNING, {rollout_id: 1})
+
+
+def test_a_claim_makes_it_running_with_a_lease_and_counts_the_attempt(store: JobStore) -> None:
+    claim = claimed(store)
+
+    assert (claim.attempt, claim.last, claim.batch_id) == (1, False, "b")
+    assert RolloutRequest.parse(claim.request) == request()
+    assert record(store)["state"] == "running"
+    lease = store.client.zscore(broker.RUNNING, "r1")
+    assert 0 < lease - store.now_ms() <= 200
+
+
+def test_a_duplicate_wake_up_finds_it_running_or_done(store: JobStore) -> None:
+    claim = claimed(store)
+    assert store.claim("r1", "w2", request()) == "running"
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED)
+    assert store.claim("r1", "w2", request()) == "done"
+
+
+def test_a_message_without_a_record_is_unknown(store: JobStore) -> None:
+    assert store.claim("nobody", "w1") == "unknown"
+
+
+def test_only_one_of_many_concurrent_claims_wins(store: JobStore) -> None:
+    answers: list[Claim | str] = []
+    threads = [
+        threading.Thread(target=lambda n=n: answers.append(store.claim("r1", f"w{n}", request()))) for n in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sum(isinstance(a, Claim) for a in answers) == 1
+    assert answers.count("running") == 15
+
+
+def test_the_first_commit_wins_and_is_announced_once(store: JobStore) -> None:
+    claim = claimed(store)
+
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED), "told so again after a lost answer"
+    assert not store.commit("r1", claim.attempt + 1, "b", StopCondition.HAS_ERROR)
+
+    assert record(store)["outcome"] == "completed"
+    entries = store.client.xrange(broker.stream_key("b"))
+    assert [fields for _, fields in entries] == [{b"id": b"r1", b"outcome": b"completed"}]
+    assert store.client.zcard(broker.RUNNING) == 0
+
+
+def test_a_stale_attempt_can_neither_renew_nor_commit_nor_requeue(store: JobStore) -> None:
+    first = claimed(store)
+    lapse(store)
+    assert store.requeue_lapsed(store.lapsed()[0], "its worker died") is Requeue.REQUEUED
+    second = store.claim("r1", "w2")
+    assert isinstance(second, Claim)
+    assert second.attempt == 2
+
+    assert store.renew([("r1", first.attempt)]) == {"r1": Renewal.LOST}
+    assert not store.commit("r1", first.attempt, "b", StopCondition.COMPLETED)
+    assert store.release(request(), first.attempt, why="late") is Requeue.STALE
+    assert store.renew([("r1", second.attempt)]) == {"r1": Renewal.RENEWED}
+
+
+def test_a_lapsed_lease_is_renewed_if_nobody_else_claimed_it(store: JobStore) -> None:
+    claim = claimed(store)
+    lapse(store)
+
+    assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.RENEWED}
+    assert store.lapsed() == []
+
+
+def test_renewing_thousands_keeps_the_order_of_answers(store: JobStore) -> None:
+    claims = [claimed(store, rollout_id=f"r{n}") for n in range(1203)]
+    lost = {f"r{n}" for n in range(0, 1203, 7)}
+    for rollout_id in lost:
+        store.client.hset(broker.job_key(rollout_id), "attempt", 9)
+
+    found = store.renew([(c.rollout_id, c.attempt) for c in claims])
+
+    assert {i for i, renewal in found.items() if renewal is Renewal.LOST} == lost
+    assert len(found) == 1203
+
+
+def test_a_renewal_tells_that_a_cancel_was_asked_for(store: JobStore) -> None:
+    claim = claimed(store)
+    store.client.hset(broker.job_key("r1"), "cancel", 1)
+    assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.CANCELLED}
+
+
+def test_requeueing_sends_a_wake_up_in_the_same_step(store: JobStore) -> None:
+    claim = claimed(store, priority=6)
+
+    assert store.release(request(priority=6), claim.attempt, why="drained", counts=False) is Requeue.REQUEUED
+
+    assert record(store)["state"] == "pending"
+    (message,) = store.client.lrange(broker.queue_key(6), 0, -1)
+    assert b'"id":"r1"' in message
+    again = store.claim("r1", "w2")
+    assert isinstance(again, Claim)
+    assert again.attempt == 2, "the attempt's number fences writes, so it grows"
+    assert record(store)["spent"] == "1", "but a hand-over spends none"
+
+
+def test_attempts_run_out(store: JobStore) -> None:
+    claimed(store, max_attempts=2)
+    lapse(store)
+    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.REQUEUED
+    second = store.claim("r1", "w2")
+    assert isinstance(second, Claim)
+    assert second.last
+
+    lapse(store)
+    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.EXHAUSTED
+    assert record(store)["state"] == "running", "the sweep ends it, with a result"
+
+
+def test_a_delayed_rollout_waits_for_its_time(store: JobStore) -> None:
+    claim = claimed(store)
+    assert store.release(request(), claim.attempt, why="again later", delay=60) is Requeue.REQUEUED
+
+    assert store.wake_delayed() == 0
+    assert all(store.client.llen(key) == 0 for key in broker.queue_keys())
+    store.client.zadd(broker.DELAYED, {"r1": 1})
+    assert store.wake_delayed() == 1
+    assert store.wake_delayed() == 0
+    assert store.client.llen(broker.queue_key(3)) == 1
+
+
+def test_a_lost_message_is_sent_again_once_the_queue_is_empty(store: JobStore) -> None:
+    claim = claimed(store)
+    store.release(request(), claim.attempt, why="x")
+    store.client.zadd(broker.PENDING, {"r1": 1})
+    assert store.resend_missing(age=1) == 0, "its message is still there"
+
+    store.client.delete(broker.queue_key(3))
+
+    assert store.resend_missing(age=1) == 1
+    assert store.client.llen(broker.queue_key(3)) == 1
+    assert store.resend_missing(age=1) == 0
+
+
+# -- the sweep ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_requeues_a_dead_workers_rollout_once(store: JobStore, app: Celery) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store)
+    lapse(store)
+
+    assert sweep(store, app)["requeued"] == 1
+    store.client.delete(broker.SWEPT)
+    assert "requeued" not in sweep(store, app)
+    assert record(store)["history"] == "attempt 1: worker w1 stopped renewing its lease"
+
+
+def test_two_sweeps_take_turns(store: JobStore, app: Celery) -> None:
+    assert sweep(store, app) != {}
+    assert sweep(store, app) == {}
+
+
+def test_no_lease_is_believed_lapsed_while_redis_was_away(store: JobStore, app: Celery) -> None:
+    claimed(store)
+    lapse(store)
+    assert "requeued" not in sweep(store, app, trusted=False)
+    assert record(store)["state"] == "running"
+
+
+def test_a_rollout_that_kills_its_workers_ends_with_its_history(store: JobStore, app: Celery) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store, max_attempts=1)
+    lapse(store)
+
+    assert sweep(store, app)["exhausted"] == 1
+
+    meta = app.backend.get_task_meta("r1")
+    result = RolloutResult.parse(meta["result"])
+    assert result.stop_condition is StopCondition.HAS_ERROR
+    assert result.error is not None
+    assert result.error.kind == "lease"
+    assert "attempt 1: worker w1 stopped renewing" in (result.error.detail or "")
+    assert record(store)["state"] == "done"
+    assert store.client.xlen(broker.stream_key("b")) == 1
+
+
+def test_a_cancelled_rollout_whose_worker_died_ends_as_cancelled(store: JobStore, app: Celery) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store)
+    store.client.hset(broker.job_key("r1"), "cancel", 1)
+    lapse(store)
+
+    assert sweep(store, app)["cancelled"] == 1
+    assert RolloutResult.parse(app.backend.get_task_meta("r1")["result"]).stop_condition is StopCondition.CANCELLED
+    assert record(store)["outcome"] == "cancelled"

@@ -1,0 +1,870 @@
+"""The asyncio pool, driven as a Celery worker drives it: a stand-in for the tracer, and callbacks that take notes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, Terminated, WorkerLostError, WorkerShutdown
+from celery.utils.log import in_sighandler
+from celery.worker import state as worker_state
+from kombu.asynchronous import Hub
+from support import wait_until
+
+from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job, RunState, current_job
+from workers.threads import LoopLag
+
+
+@dataclass
+class Notes:
+    """What Celery's request would be told, in order."""
+
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        return {
+            "accept_callback": lambda pid, at: self.told.append(("accepted", pid)),
+            "callback": lambda result: self.told.append(("result", *result)),
+            "error_callback": lambda info: self.told.append(("error", getattr(info.exception, "exc", info.exception))),
+            "timeout_callback": lambda soft, limit: self.told.append(("timeout", soft, limit)),
+        }
+
+    def names(self) -> list[str]:
+        return [entry[0] for entry in self.told]
+
+    def ending(self) -> tuple[Any, ...]:
+        """Wait for the end of the job and return what was told last."""
+        wait_until(lambda: {"result", "error"} & set(self.names()), timeout=5, what="the end of the job")
+        return self.told[-1]
+
+
+class Driver:
+    """Hands tasks to a pool as Celery's worker does."""
+
+    def __init__(self, app: Celery, limit: int = 10, **options: Any) -> None:
+        self.app = app
+        self.pool = AsyncioPool(limit, app=app, **options)
+        self.tracer_threads: set[str] = set()
+
+    def trace(self, name: str, task_id: str, request: dict[str, Any], *_: object) -> tuple[int, Any]:
+        """Do what Celery's tracer does with a task, as far as the pool can tell."""
+        self.tracer_threads.add(threading.current_thread().name)
+        try:
+            return 0, self.app.tasks[name](*request["args"], **request["kwargs"])
+        except Exception as error:
+            return 1, error
+
+    def apply(self, task: Any, *args: Any, notes: Notes | None = None, target: Any = None, **options: Any) -> Job:
+        request = {"id": f"id-{task.name}", "task": task.name, "args": args, "kwargs": {}}
+        message = (task.name, request["id"], request, (args, {}, {}), None, None)
+        handlers = (notes or Notes()).handlers()
+        job: Job = self.pool.apply_async(target or self.trace, message, **handlers, **options)
+        return job
+
+    def run(self, task: Any, *args: Any, **options: Any) -> tuple[Any, ...]:
+        notes = Notes()
+        self.apply(task, *args, notes=notes, **options)
+        return notes.ending()
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("test", broker="memory://", backend="cache+memory://", set_as_current=False)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def driver(app: Celery) -> Iterator[Driver]:
+    driver = Driver(app)
+    driver.pool.start()
+    yield driver
+    driver.pool.terminate()
+    assert not driver.pool.did_start_ok()
+
+
+def registered(app: Celery, function: Callable[..., Any], **options: Any) -> Any:
+    task = app.task(base=AsyncTask, name=function.__name__, shared=False, **options)(function)
+    app.finalize()
+    return app.tasks[task.name]
+
+
+class Gate:
+    """A coroutine that waits until it is let go or cancelled, and says how it fared."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+        self.left: list[CancelReason | None] = []
+        self.open = threading.Event()
+
+    async def wait(self, *_: object) -> str:
+        job = current_job()
+        self.entered.append(job.id)
+        try:
+            while not self.open.is_set():
+                await asyncio.sleep(0.002)
+        finally:
+            self.left.append(job.cancel_reason)
+        return "through"
+
+    def task(self, app: Celery, name: str = "wait", **options: Any) -> Any:
+        async def wait(*args: object) -> str:
+            return await self.wait(*args)
+
+        wait.__name__ = name
+        return registered(app, wait, **options)
+
+
+# -- outcomes ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_coroutine_returns_goes_through_the_tracer(app: Celery, driver: Driver) -> None:
+    async def add(x: int, y: int) -> tuple[int, str]:
+        await asyncio.sleep(0)
+        return x + y, threading.current_thread().name
+
+    notes = Notes()
+    job = driver.apply(registered(app, add), 2, 3, notes=notes)
+    assert notes.ending() == ("result", 0, (5, "event-loop"))
+    assert notes.told[0] == ("accepted", job.pid)
+    assert notes.names() == ["accepted", "result"]
+    assert all(name.startswith("tracer") for name in driver.tracer_threads)
+    wait_until(lambda: job.state is RunState.FINISHED)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), Ignore(), Reject("no"), Retry("later"), BaseExceptionGroup("g", [ValueError()])]
+)
+def test_what_the_coroutine_raises_the_tracer_raises(app: Celery, driver: Driver, error: Exception) -> None:
+    async def fail() -> None:
+        raise error
+
+    assert driver.run(registered(app, fail)) == ("result", 1, error)
+
+
+def test_wrong_arguments_fail_the_task(app: Celery, driver: Driver) -> None:
+    async def none() -> None: ...
+
+    kind, failed, error = driver.run(registered(app, none), "surplus")
+    assert (kind, failed, type(error)) == ("result", 1, TypeError)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_exits_does_not_end_the_loop(app: Celery, driver: Driver, error: BaseException) -> None:
+    async def leave() -> None:
+        raise error
+
+    kind, failed, seen = driver.run(registered(app, leave))
+    assert (kind, failed, type(seen), seen.__cause__) == ("result", 1, RuntimeError, error)
+    assert driver.pool.did_start_ok()
+
+
+def test_a_cancellation_that_nobody_asked_for_fails_the_task(app: Celery, driver: Driver) -> None:
+    async def cancel_itself() -> None:
+        raise asyncio.CancelledError
+
+    kind, failed, error = driver.run(registered(app, cancel_itself))
+    assert (kind, failed) == ("result", 1)
+    assert "nobody asked" in str(error)
+
+
+def test_a_tracer_that_raises_because_the_backend_failed_is_reported(app: Celery, driver: Driver) -> None:
+    async def fine() -> int:
+        return 1
+
+    def broken(*_: object) -> None:
+        raise ConnectionError("no backend")
+
+    notes = Notes()
+    driver.apply(registered(app, fine), notes=notes, target=broken)
+    kind, error = notes.ending()
+    assert (kind, str(error)) == ("error", "no backend")
+    assert notes.names() == ["accepted", "error"]
+    assert driver.run(app.tasks["fine"]) == ("result", 0, 1)
+
+
+def test_an_ordinary_task_that_exits_is_a_lost_worker(app: Celery, driver: Driver) -> None:
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    async def fine() -> None: ...
+
+    kind, error = driver.run(registered(app, fine), target=leave)
+    assert kind == "error"
+    assert isinstance(error, WorkerLostError)
+
+
+def test_exceptions_in_callbacks_are_logged_with_the_task(
+    app: Celery, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fine() -> int:
+        return 1
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    task = registered(app, fine)
+    request = {"id": "id-broken", "args": (), "kwargs": {}}
+    message = (task.name, "id-broken", request, ((), {}, {}), None, None)
+    driver.pool.apply_async(driver.trace, message, accept_callback=broken, callback=broken, error_callback=broken)
+    wait_until(lambda: len([r for r in caplog.records if "id-broken" in r.getMessage() and r.exc_info]) == 2)
+    assert driver.run(task) == ("result", 0, 1)
+
+
+# -- tasks that are not coroutines, and coroutines outside of the pool -------------------------------------------------
+
+
+def test_an_ordinary_task_runs_on_a_tracers_thread(app: Celery, driver: Driver) -> None:
+    @app.task(name="plain", shared=False)
+    def plain() -> str:
+        return threading.current_thread().name
+
+    app.finalize()
+    kind, failed, thread = driver.run(app.tasks["plain"])
+    assert (kind, failed) == ("result", 0)
+    assert thread.startswith("tracer")
+
+
+def test_called_directly_or_eagerly_the_task_runs_its_coroutine(app: Celery) -> None:
+    async def ident(self: Any, x: int) -> tuple[int, bool]:
+        return x, self.request.called_directly
+
+    task = registered(app, ident, bind=True)
+    assert task(4) == (4, True)
+    assert task.apply((5,)).get() == (5, False)
+    with pytest.raises(LookupError):
+        current_job()
+
+
+def test_a_hook_that_calls_the_task_again_gets_another_run(app: Celery, driver: Driver) -> None:
+    runs: list[int] = []
+
+    async def count() -> int:
+        runs.append(1)
+        return len(runs)
+
+    task = registered(app, count)
+
+    def trace_twice(*_: object) -> tuple[int, list[int]]:
+        return 0, [task(), task()]
+
+    assert driver.run(task, target=trace_twice) == ("result", 0, [1, 2])
+
+
+def test_a_bound_task_sees_its_request_in_the_coroutine_and_its_threads(app: Celery, driver: Driver) -> None:
+    async def who(self: Any) -> list[tuple[str, bool]]:
+        here = (self.request.id, self.request.called_directly)
+        return [here, await asyncio.to_thread(lambda: (self.request.id, self.request.called_directly))]
+
+    assert driver.run(registered(app, who, bind=True)) == ("result", 0, [("id-who", False)] * 2)
+
+
+def test_a_task_that_would_not_run_as_meant_is_refused(app: Celery) -> None:
+    def plain() -> None: ...
+
+    async def retried() -> None: ...
+
+    with pytest.raises(TypeError, match="async def"):
+        registered(app, plain)
+    with pytest.raises(TypeError, match="autoretry_for"):
+        registered(app, retried, autoretry_for=(ValueError,))
+
+
+# -- accepting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_accepts_itself_is_not_accepted_before(app: Celery, driver: Driver) -> None:
+    claimed = threading.Event()
+    accepted = threading.Event()
+
+    async def claim() -> str:
+        while not claimed.is_set():
+            await asyncio.sleep(0.002)
+        await current_job().accept()
+        await current_job().accept()
+        while not accepted.is_set():
+            await asyncio.sleep(0.002)
+        return "done"
+
+    notes = Notes()
+    job = driver.apply(registered(app, claim, accepts_itself=True), notes=notes)
+    wait_until(lambda: job.state is RunState.RUNNING)
+    assert notes.told == []
+    claimed.set()
+    wait_until(lambda: notes.names() == ["accepted"])
+    accepted.set()
+    notes.ending()
+    assert notes.names() == ["accepted", "result"]
+
+
+def test_a_task_that_never_accepts_is_accepted_when_it_ends(app: Celery, driver: Driver) -> None:
+    async def forget() -> None: ...
+
+    notes = Notes()
+    driver.apply(registered(app, forget, accepts_itself=True), notes=notes)
+    notes.ending()
+    assert notes.names() == ["accepted", "result"]
+
+
+def test_accepting_does_not_block_the_loop(app: Celery, driver: Driver) -> None:
+    """Celery's callback may wait for the broker."""
+    release = threading.Event()
+    order: list[str] = []
+
+    async def quick() -> None:
+        order.append("ran")
+
+    task = registered(app, quick)
+    request = {"id": "q", "args": (), "kwargs": {}}
+    driver.pool.apply_async(
+        driver.trace,
+        (task.name, "q", request, ((), {}, {}), None, None),
+        accept_callback=lambda *_: (release.wait(5), order.append("accepted")),
+        callback=lambda _: order.append("result"),
+    )
+    wait_until(lambda: order == ["ran"])
+    release.set()
+    wait_until(lambda: order == ["ran", "accepted", "result"])
+
+
+# -- the limit ---------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_beyond_the_limit_wait_unaccepted(app: Celery, driver: Driver) -> None:
+    gate = Gate()
+    task = gate.task(app)
+    notes = [Notes() for _ in range(13)]
+    jobs = [driver.apply(task, notes=n) for n in notes]
+    wait_until(lambda: len(gate.entered) == 10)
+    assert len({job.pid for job in jobs}) == 13
+    assert [n.names() for n in notes[10:]] == [[], [], []]
+    info = driver.pool.info
+    assert (info["max-concurrency"], info["in-flight"], info["waiting"]) == (10, 10, 3)
+    assert set(info["loop-lag-ms"]) == {"last", "p50", "p99", "max"}
+    gate.open.set()
+    assert {n.ending() for n in notes} == {("result", 0, "through")}
+    wait_until(lambda: driver.pool.info["in-flight"] == 0)
+
+
+def test_growing_starts_what_waits_and_shrinking_never_stops_what_runs(app: Celery, driver: Driver) -> None:
+    gate = Gate()
+    task = gate.task(app)
+    for _ in range(12):
+        driver.apply(task)
+    wait_until(lambda: len(gate.entered) == 10)
+    driver.pool.grow(2)
+    assert driver.pool.num_processes == 12
+    wait_until(lambda: len(gate.entered) == 12)
+    with pytest.raises(ValueError, match="busy"):
+        driver.pool.shrink(1)
+    gate.open.set()
+    wait_until(lambda: driver.pool.info["in-flight"] == 0)
+    driver.pool.shrink(11)
+    assert driver.pool.num_processes == 1
+    with pytest.raises(ValueError, match="cannot shrink"):
+        driver.pool.shrink(1)
+
+
+def test_a_slot_is_held_until_the_result_is_stored(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    storing, stored = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    async def number(n: int) -> None:
+        ran.append(n)
+
+    def slow_backend(*message: Any) -> Any:
+        storing.set()
+        stored.wait(5)
+        return driver.trace(*message)
+
+    task = registered(app, number)
+    first, second = Notes(), Notes()
+    driver.apply(task, 1, notes=first, target=slow_backend)
+    driver.apply(task, 2, notes=second)
+    assert storing.wait(5)
+    assert ran == [1]
+    stored.set()
+    second.ending()
+    assert ran == [1, 2]
+    driver.pool.stop()
+
+
+def test_the_pool_keeps_the_job_alive_until_it_is_done(app: Celery, driver: Driver) -> None:
+    """Celery holds it weakly."""
+    gate = Gate()
+    notes = Notes()
+    job = weakref.ref(driver.apply(gate.task(app), notes=notes))
+    wait_until(lambda: gate.entered)
+    gc.collect()
+    assert job() is not None
+    gate.open.set()
+    notes.ending()
+    wait_until(lambda: gc.collect() >= 0 and job() is None, timeout=5, what="the job to be freed")
+
+
+# -- cancelling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_revoked_job_ends_with_terminated(app: Celery, driver: Driver) -> None:
+    gate, notes = Gate(), Notes()
+    job = driver.apply(gate.task(app), notes=notes)
+    wait_until(lambda: gate.entered)
+    driver.pool.terminate_job(job.pid, 15)
+    kind, error = notes.ending()
+    assert (kind, type(error)) == ("error", Terminated)
+    assert gate.left == [CancelReason.REVOKED]
+    assert driver.tracer_threads == set()
+
+
+def test_terminating_never_raises(app: Celery, driver: Driver) -> None:
+    driver.pool.terminate_job(4711, 15)
+    driver.pool.terminate_job(4711)
+    gate, notes = Gate(), Notes()
+    job = driver.apply(gate.task(app), notes=notes)
+    gate.open.set()
+    notes.ending()
+    job.terminate(15)
+    driver.pool.stop()
+    driver.pool.terminate_job(job.pid, 15)
+    assert notes.names() == ["accepted", "result"]
+
+
+def test_a_waiting_job_that_is_revoked_never_starts(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, running, waiting = Gate(), Notes(), Notes()
+    task = gate.task(app)
+    driver.apply(task, notes=running)
+    job = driver.apply(task, notes=waiting)
+    job.terminate(15)
+    kind, error = waiting.ending()
+    assert (kind, type(error), waiting.names()) == ("error", Terminated, ["error"])
+    gate.open.set()
+    driver.pool.stop()
+    assert len(gate.entered) == 1
+    assert running.names() == ["accepted", "result"]
+
+
+@pytest.mark.parametrize("reason", [CancelReason.SHUTDOWN, CancelReason.CANCELLED, CancelReason.LEASE_LOST])
+def test_a_cancellation_that_passes_through_is_ignored(app: Celery, driver: Driver, reason: CancelReason) -> None:
+    gate, notes = Gate(), Notes()
+    job = driver.apply(gate.task(app), notes=notes)
+    wait_until(lambda: gate.entered)
+    job.cancel(reason)
+    kind, failed, error = notes.ending()
+    assert (kind, failed, type(error)) == ("result", 1, Ignore)
+    assert gate.left == [reason]
+
+
+@pytest.mark.parametrize("reason", list(CancelReason))
+def test_what_a_coroutine_makes_of_its_cancellation_counts(app: Celery, driver: Driver, reason: CancelReason) -> None:
+    entered = threading.Event()
+
+    async def catch() -> str:
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return f"caught {current_job().cancel_reason}"
+        return "never"
+
+    notes = Notes()
+    job = driver.apply(registered(app, catch), notes=notes)
+    assert entered.wait(5)
+    job.cancel(reason)
+    assert notes.ending() == ("result", 0, f"caught {reason}")
+
+
+def test_the_first_reason_wins_and_clean_up_is_not_interrupted(app: Celery, driver: Driver) -> None:
+    entered, cleaning, clean = threading.Event(), threading.Event(), threading.Event()
+    seen: list[CancelReason | None] = []
+
+    async def tidy() -> None:
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            while not clean.is_set():
+                await asyncio.sleep(0.002)
+            seen.append(current_job().cancel_reason)
+
+    notes = Notes()
+    job = driver.apply(registered(app, tidy), notes=notes)
+    assert entered.wait(5)
+    job.cancel(CancelReason.LEASE_LOST)
+    assert cleaning.wait(5)
+    job.cancel(CancelReason.CANCELLED)
+    job.terminate(15)
+    clean.set()
+    kind, _, error = notes.ending()
+    assert (kind, type(error), seen) == ("result", Ignore, [CancelReason.LEASE_LOST])
+
+
+def test_a_job_that_is_cancelled_before_its_first_step(app: Celery, driver: Driver) -> None:
+    ran: list[int] = []
+
+    async def late() -> None:
+        ran.append(1)
+
+    task, notes = registered(app, late), Notes()
+
+    def at_once() -> None:
+        job = driver.apply(task, notes=notes)
+        job.cancel(CancelReason.CANCELLED)
+
+    driver.pool._loop.call(at_once)
+    kind, _, error = notes.ending()
+    assert (kind, type(error), ran) == ("result", Ignore, [])
+
+
+def test_an_ordinary_task_that_cannot_be_cancelled_says_so(
+    app: Celery, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    @app.task(name="blocking", shared=False)
+    def blocking() -> str:
+        entered.set()
+        go.wait(5)
+        return "done"
+
+    app.finalize()
+    notes = Notes()
+    job = driver.apply(app.tasks["blocking"], notes=notes)
+    assert entered.wait(5)
+    with caplog.at_level(logging.WARNING):
+        job.terminate(15)
+        wait_until(lambda: "cannot be cancelled" in caplog.text)
+    go.set()
+    assert notes.ending() == ("result", 0, "done")
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_soft_time_limit_fails_the_task(app: Celery, driver: Driver) -> None:
+    gate, notes = Gate(), Notes()
+    driver.apply(gate.task(app), notes=notes, soft_timeout=0.05)
+    kind, failed, error = notes.ending()
+    assert (kind, failed, type(error)) == ("result", 1, SoftTimeLimitExceeded)
+    assert notes.told[1] == ("timeout", True, 0.05)
+    assert gate.left == [CancelReason.TIMEOUT]
+
+
+def test_the_hard_time_limit_abandons_the_outcome(app: Celery, driver: Driver) -> None:
+    notes = Notes()
+    ended: list[int] = []
+
+    async def stubborn() -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                await asyncio.Event().wait()  # goes on after the soft limit
+            finally:
+                ended.append(1)
+        return "never"
+
+    job = driver.apply(registered(app, stubborn), notes=notes, soft_timeout=0.03, timeout=0.08)
+    wait_until(lambda: job.state is RunState.FINISHED)
+    assert notes.told[1:] == [("timeout", True, 0.03), ("timeout", False, 0.08)]
+    assert ended == [1]
+    assert driver.pool.info["in-flight"] == 0
+
+
+def test_the_workers_own_time_limit_is_the_default(app: Celery) -> None:
+    driver = Driver(app, soft_timeout=0.05, timeout=None)
+    driver.pool.start()
+    kind, _, error = driver.run(Gate().task(app))
+    assert (kind, type(error)) == ("result", SoftTimeLimitExceeded)
+    driver.pool.stop()
+
+
+# -- the loop and its lifespan -----------------------------------------------------------------------------------------
+
+
+def test_the_lifespan_surrounds_all_jobs_on_the_loop(app: Celery) -> None:
+    order: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(pool: AsyncioPool) -> AsyncIterator[None]:
+        order.append(f"enter {pool.hostname} {threading.get_ident() == pool.loop_thread_id}")
+        yield
+        order.append("exit")
+
+    async def work() -> None:
+        order.append("job")
+
+    app.pool_lifespan = lifespan
+    driver = Driver(app, initargs=(app, "worker@here"))
+    driver.pool.start()
+    driver.run(registered(app, work))
+    driver.pool.stop()
+    driver.pool.stop()
+    driver.pool.terminate()
+    assert order == ["enter worker@here True", "job", "exit"]
+
+
+def test_a_lifespan_that_cannot_be_entered_fails_the_start(app: Celery) -> None:
+    @asynccontextmanager
+    async def lifespan(_: AsyncioPool) -> AsyncIterator[None]:
+        raise ConnectionRefusedError("no gateway")
+        yield
+
+    app.pool_lifespan = lifespan
+    pool = AsyncioPool(1, app=app)
+    with pytest.raises(ConnectionRefusedError, match="no gateway"):
+        pool.start()
+    pool.stop()
+
+
+def test_a_lifespan_that_takes_long_does_not_delay_a_shutdown(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def lifespan(_: AsyncioPool) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    app.pool_lifespan = lifespan
+    pool = AsyncioPool(1, app=app)
+    monkeypatch.setattr(worker_state, "should_stop", 0)
+    with pytest.raises(WorkerShutdown):
+        pool.start()
+    pool.stop()
+    assert not pool.did_start_ok()
+
+
+def test_a_lifespan_that_does_not_exit_is_bounded(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    @asynccontextmanager
+    async def lifespan(_: AsyncioPool) -> AsyncIterator[None]:
+        yield
+        await asyncio.Event().wait()
+
+    class Impatient(AsyncioPool):
+        lifespan_grace = 0.05
+
+    app.pool_lifespan = lifespan
+    pool = Impatient(1, app=app)
+    pool.start()
+    pool.stop()
+    assert not pool.did_start_ok()
+    assert "TimeoutError" in caplog.text
+
+
+def test_a_lost_loop_ends_the_worker(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_state, "should_terminate", None)
+
+    @asynccontextmanager
+    async def lifespan(_: AsyncioPool) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            yield
+
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise OSError("the background work of the lifespan failed")
+
+    app.pool_lifespan = lifespan
+    pool = AsyncioPool(1, app=app)
+    pool.start()
+    wait_until(lambda: worker_state.should_terminate)
+    assert not pool.did_start_ok()
+    pool.terminate()
+
+
+def test_the_lag_of_a_blocked_loop_is_measured(app: Celery, driver: Driver) -> None:
+    async def block() -> None:
+        time.sleep(0.25)  # the very thing that is measured
+
+    before = driver.pool.loop_progress
+    driver.run(registered(app, block))
+    wait_until(lambda: driver.pool.lag.max > 0.1)
+    assert driver.pool.loop_progress > before
+
+
+def test_percentiles_of_the_lag() -> None:
+    lag = LoopLag(interval=1.0, window=100.0)
+    assert (lag.max, lag.percentile(99)) == (0.0, 0.0)
+    lag._samples.extend(range(200))
+    assert (lag.percentile(50), lag.percentile(99), lag.max) == (150, 199, 199)
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_shutdown_waits_for_what_runs_and_drops_what_waits(app: Celery) -> None:
+    driver = Driver(app, limit=2)
+    driver.pool.start()
+    gate = Gate()
+    task = gate.task(app)
+    notes = [Notes() for _ in range(4)]
+    for n in notes:
+        driver.apply(task, notes=n)
+    wait_until(lambda: len(gate.entered) == 2)
+    threading.Timer(0.05, gate.open.set).start()
+    driver.pool.stop()
+    assert [n.names() for n in notes] == [["accepted", "result"]] * 2 + [[]] * 2
+    late = Notes()
+    driver.apply(task, notes=late)
+    assert late.told == []
+
+
+def test_a_warm_shutdown_runs_what_the_hub_was_told_to_call(app: Celery) -> None:
+    """Acknowledgements are queued on Celery's event loop, whose thread is the one that waits here."""
+    driver = Driver(app)
+    driver.pool.start()
+    hub = Hub()
+    driver.pool.register_with_event_loop(hub)
+    gate = Gate()
+    acknowledged: list[float] = []
+    threads: set[int] = set()
+
+    async def short() -> None: ...
+
+    def on_result(_: object) -> None:
+        threads.add(threading.get_ident())
+        hub.call_soon(lambda: (acknowledged.append(1), gate.open.set()))
+
+    driver.apply(gate.task(app))
+    wait_until(lambda: gate.entered)
+    request = {"id": "s", "args": (), "kwargs": {}}
+    task = registered(app, short)
+    driver.pool.apply_async(driver.trace, (task.name, "s", request, ((), {}, {}), None, None), callback=on_result)
+    wait_until(lambda: driver.tracer_threads)
+    driver.pool.stop()  # would last for ever if the acknowledgement did not open the gate
+    assert acknowledged == [1]
+    assert threads == {threading.get_ident()}
+
+
+def test_callbacks_run_on_the_hubs_thread_and_wake_it(app: Celery, driver: Driver) -> None:
+    hub = Hub()
+    driver.pool.register_with_event_loop(hub)
+    notes = Notes()
+
+    async def fine() -> int:
+        return 1
+
+    driver.apply(registered(app, fine), notes=notes)
+    wait_until(lambda: driver.pool.info["in-flight"] == 0 and driver.tracer_threads)
+    assert notes.told == []
+    for call in hub._pop_ready():
+        call()
+    assert notes.names() == ["accepted", "result"]
+
+
+def test_a_cold_shutdown_runs_every_clean_up(app: Celery) -> None:
+    driver = Driver(app, limit=5)
+    driver.pool.start()
+    gate = Gate()
+    task = gate.task(app)
+    notes = [Notes() for _ in range(7)]
+    for n in notes:
+        driver.apply(task, notes=n)
+    wait_until(lambda: len(gate.entered) == 5)
+    driver.pool.terminate()
+    assert gate.left == [CancelReason.SHUTDOWN] * 5
+    assert [n.names() for n in notes] == [["accepted", "result"]] * 5 + [[]] * 2
+    driver.pool.terminate()
+    driver.pool.stop()
+
+
+def test_a_cold_shutdown_leaves_an_unaccepted_message_to_the_broker(app: Celery) -> None:
+    driver = Driver(app)
+    driver.pool.start()
+    gate, notes = Gate(), Notes()
+    driver.apply(gate.task(app, accepts_itself=True), notes=notes)
+    wait_until(lambda: gate.entered)
+    driver.pool.terminate()
+    assert gate.left == [CancelReason.SHUTDOWN]
+    assert notes.told == []
+
+
+def test_a_cold_shutdown_does_not_wait_for_ever(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    class Impatient(AsyncioPool):
+        shutdown_grace = 0.1
+        lifespan_grace = 0.1
+
+    entered, give_up = threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        entered.set()
+        while not give_up.is_set():
+            try:
+                await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                continue  # the fault that is tested
+
+    driver = Driver(app)
+    driver.pool = Impatient(1, app=app)
+    driver.pool.start()
+    driver.apply(registered(app, hang))
+    assert entered.wait(5)
+    threading.Timer(0.5, give_up.set).start()
+    driver.pool.terminate()
+    assert "id-hang" in caplog.text
+
+
+def test_a_signal_handler_turns_a_warm_shutdown_into_a_cold_one_without_waiting(app: Celery) -> None:
+    """SIGQUIT while the main thread waits in a warm shutdown: the handler runs on that thread, in the midst of it."""
+    driver = Driver(app)
+    driver.pool.start()
+    gate, notes = Gate(), Notes()
+    job = driver.apply(gate.task(app), notes=notes)
+    wait_until(lambda: gate.entered)
+    with in_sighandler():
+        driver.pool.terminate_job(job.pid, 15)
+        driver.pool.stop()
+    driver.pool.terminate()
+    assert gate.left == [CancelReason.SHUTDOWN]
+    kind, _, error = notes.ending()
+    assert (kind, type(error)) == ("result", Ignore)
+
+
+def test_a_lost_connection_drops_what_waits(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, waiting = Gate(), Notes()
+    task = gate.task(app)
+    driver.apply(task)
+    job = driver.apply(task, notes=waiting)
+    wait_until(lambda: gate.entered)
+    driver.pool.flush()
+    wait_until(lambda: job.state is RunState.FINISHED)
+    gate.open.set()
+    driver.pool.stop()
+    assert waiting.told == []
+
+
+def test_ten_thousand_jobs_at_once_need_no_threads_of_their_own(app: Celery) -> None:
+    driver = Driver(app, limit=10_000)
+    driver.pool.start()
+    go: list[asyncio.Event] = []
+    entered: list[int] = []
+
+    async def wait() -> None:
+        if not go:
+            go.append(asyncio.Event())
+        entered.append(1)
+        await go[0].wait()
+
+    task, notes = registered(app, wait), Notes()
+    threads = threading.active_count()
+    for _ in range(10_000):
+        driver.apply(task, notes=notes)
+    wait_until(lambda: len(entered) == 10_000)
+    assert threading.active_count() <= threads
+    driver.pool._loop.call(lambda: go[0].set())
+    driver.pool.stop()
+    assert notes.names().count("result") == 10_000

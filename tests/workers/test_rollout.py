@@ -1,0 +1,432 @@
+"""The flow: every way an attempt can end, with the three foreign systems replaced at their protocols."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.contract import ErrorKind, Phase, RolloutRequest, StopCondition
+from workers.environment import Environment
+from workers.errors import GatewayError, SandboxError, TunnelError
+from workers.gateway.protocol import Registration, Trajectory
+from workers.rollout import Systems, run_rollout
+from workers.sandboxes.base import CommandResult, SandboxSpec
+from workers.state import Rollout
+
+STEP = {"prompt": [], "completion": [], "tokens": None}
+
+
+class World:
+    """In-memory gateway, tunnel and sandbox that note every call, and fail or hang where a test says so."""
+
+    def __init__(self, **faults: Exception | str) -> None:
+        self.faults = faults
+        self.calls: list[str] = []
+        self.held: set[str] = set()
+        self.turns = 2
+        self.failures: list[dict[str, Any]] = []
+        self.exit_code = 0
+        self.agent_ends = asyncio.Event()
+        self.agent_ends.set()
+        self.tunnel_breaks = asyncio.Event()
+        self.reached: dict[str, asyncio.Event] = {}
+        self.spec: SandboxSpec | None = None
+
+    async def at(self, point: str) -> None:
+        self.calls.append(point)
+        self.reached.setdefault(point, asyncio.Event()).set()
+        fault = self.faults.get(point)
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if isinstance(fault, Exception):
+            raise fault
+
+    @asynccontextmanager
+    async def holding(self, name: str, enter: str, leave: str) -> AsyncIterator[None]:
+        await self.at(enter)
+        self.held.add(name)
+        try:
+            yield
+        finally:
+            await self.at(leave)
+            self.held.discard(name)
+
+    # the gateway
+    @asynccontextmanager
+    async def registered(
+        self, url: str, rollout_id: str, registration: Registration, *, api_key: str
+    ) -> AsyncIterator[None]:
+        async with self.holding("registration", "register", "unregister"):
+            yield
+
+    async def fetch_trajectory(self, url: str, rollout_id: str) -> Trajectory:
+        await self.at("fetch")
+        return Trajectory.model_validate(
+            {
+                "rollout_id": rollout_id,
+                "status": "active",
+                "num_turns": self.turns,
+                "prompt": [{"role": "user", "content": "seen"}] if self.turns else [],
+                "trajectory": [STEP] * self.turns,
+                "failures": self.failures,
+            }
+        )
+
+    async def cancel(self, url: str, rollout_id: str) -> None:
+        await self.at("cancel")
+
+    async def unregister(self, url: str, rollout_id: str) -> None:
+        await self.at("unregister")
+
+    # the tunnel
+    @asynccontextmanager
+    async def lease(self, url: str) -> AsyncIterator[Tunnel]:
+        async with self.holding("tunnel", "tunnel", "untunnel"):
+            yield Tunnel(self)
+
+    # the sandbox
+    @asynccontextmanager
+    async def create(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        self.spec = spec
+        async with self.holding("sandbox", "create", "delete"):
+            yield Sandbox(self)
+
+    async def aclose(self) -> None: ...
+
+
+class Tunnel:
+    url = "http://tunnel.test"
+    tunnel_id = "tn-1"
+    local_addr = "gateway"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def broken(self) -> None:
+        await self.world.tunnel_breaks.wait()
+        raise TunnelError("tunnel tn-1 died", detail="frpc: EOF")
+
+
+class Sandbox:
+    id = "sb-1"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def start_job(self, command: str, **_: Any) -> Sandbox:
+        await self.world.at("start_job")
+        return self
+
+    async def wait(self) -> CommandResult:
+        await self.world.at("wait")
+        await self.world.agent_ends.wait()
+        return CommandResult(self.world.exit_code, "out", "err")
+
+    async def output(self) -> CommandResult | None:
+        return CommandResult(-1, "so far", "")
+
+    async def execute_command(self, command: str, **_: Any) -> CommandResult:
+        await self.world.at("execute")
+        return CommandResult(0, "42", "")
+
+    async def upload_bytes(self, path: str, data: bytes) -> None: ...
+
+    async def upload_file(self, path: str, source: Path) -> None: ...
+
+    async def download(self, path: str) -> bytes:
+        return b""
+
+
+class Scored(Environment):
+    async def score(self, rollout: Rollout) -> dict[str, float]:
+        assert rollout.sandbox is not None
+        answer = await rollout.sandbox.execute_command("cat answer")
+        return {"reward": float(answer.stdout), "turns": float(len(rollout.trajectory))}
+
+
+def attempt_of(**fields: Any) -> Rollout:
+    request = RolloutRequest.parse({"model": "m", "run_command": "agent", "prompt": "asked", **fields})
+    return Rollout(request, "http://gateway:1", attempt=1, worker="w")
+
+
+def run(world: World, rollout: Rollout, environment: Environment | None = None) -> Rollout:
+    asyncio.run(go(world, rollout, environment))
+    return rollout
+
+
+async def go(world: World, rollout: Rollout, environment: Environment | None = None) -> None:
+    await run_rollout(rollout, environment or Scored(), Systems(world, world, world))
+
+
+def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> None:
+    world = World()
+    rollout = run(world, attempt_of())
+
+    result = rollout.result()
+    assert result.stop_condition is StopCondition.COMPLETED
+    assert result.reward == 42.0
+    assert result.metrics == {"reward": 42.0, "turns": 2.0, "model_calls": 2.0, "failed_model_calls": 0.0}
+    assert (result.agent_exit_code, result.agent_stdout, result.agent_completed) == (0, "out", True)
+    assert result.rollout_base_url == f"http://tunnel.test/v1/rollouts/{result.rollout_id}"
+    assert (result.tunnel_id, result.tunnel_local_addr, result.sandbox_id) == ("tn-1", "gateway", "sb-1")
+    assert set(result.durations) == {p.value for p in Phase}
+    order = ["register", "tunnel", "create", "start_job", "wait", "fetch", "execute", "delete", "untunnel"]
+    assert [c for c in world.calls if c in {*order, "unregister"}][:2] == order[:2]
+    assert world.calls[-3:] == ["delete", "untunnel", "unregister"]
+    assert world.held == set()
+
+
+def test_the_agents_key_goes_into_secrets_and_its_variables_into_env() -> None:
+    world = World()
+    rollout = run(world, attempt_of(env={"OPENAI_TIMEOUT": "5", "MINE": "1"}))
+
+    assert world.spec is not None
+    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key}
+    assert world.spec.env == {
+        "OPENAI_BASE_URL": rollout.rollout_base_url,
+        "OPENAI_MODEL": "m",
+        "OPENAI_TIMEOUT": "5",
+        "OPENAI_REQUEST_TIMEOUT": "600",
+        "HTTPX_TIMEOUT": "600",
+        "MINE": "1",
+    }
+    assert rollout.api_key not in repr(world.spec) + repr(rollout)
+
+
+@pytest.mark.parametrize(
+    ("point", "error", "phase"),
+    [
+        ("register", GatewayError("refused"), Phase.REGISTER),
+        ("tunnel", TunnelError("no tunnel"), Phase.TUNNEL),
+        ("create", SandboxError("no sandbox"), Phase.SANDBOX),
+        ("start_job", SandboxError("no job"), Phase.AGENT),
+        ("wait", SandboxError("sandbox died"), Phase.AGENT),
+        ("fetch", GatewayError("gone"), Phase.TRAJECTORY),
+        ("execute", SandboxError("died while scoring"), Phase.SCORE),
+    ],
+)
+def test_a_failure_at_any_point_is_typed_and_releases_what_is_held(point: str, error: Any, phase: Phase) -> None:
+    world = World(**{point: error})
+    result = run(world, attempt_of()).result()
+
+    assert result.stop_condition is StopCondition.HAS_ERROR
+    assert result.error is not None
+    assert (result.error.kind, result.error.phase, result.error.message) == (error.kind, phase, error.message)
+    assert result.error.retryable
+    assert world.held == set()
+    assert result.prompt, "the dataset's prompt is never lost"
+
+
+@pytest.mark.parametrize("point", ["create", "start_job", "wait", "execute"])
+def test_a_rollout_that_fails_part_way_keeps_its_turns(point: str) -> None:
+    world = World(**{point: SandboxError("died")})
+    assert len(run(world, attempt_of()).result().trajectory) == 2
+
+
+@pytest.mark.parametrize(
+    ("point", "phase", "kind"),
+    [
+        ("register", "register", ErrorKind.GATEWAY),
+        ("tunnel", "tunnel", ErrorKind.TUNNEL),
+        ("create", "sandbox", ErrorKind.SANDBOX),
+        ("fetch", "trajectory", ErrorKind.GATEWAY),
+        ("execute", "score", ErrorKind.ENVIRONMENT),
+    ],
+)
+def test_a_phase_that_hangs_ends_at_its_deadline(point: str, phase: str, kind: ErrorKind) -> None:
+    world = World(**{point: "hang"})
+    rollout = attempt_of(deadlines={phase: 0.02, "cleanup": 0.02})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.attempt._SALVAGE_TIMEOUT", 0.02)
+        run(world, rollout)
+
+    assert rollout.error is not None
+    assert (rollout.error.kind, rollout.error.phase) == (kind, phase)
+    assert "took longer than its deadline" in rollout.error.message
+    assert world.held == set()
+
+
+def test_an_agent_that_never_ends_is_an_outcome_with_its_turns_and_its_score() -> None:
+    world = World()
+    world.agent_ends.clear()
+    result = run(world, attempt_of(deadlines={"agent": 0.02})).result()
+
+    assert result.stop_condition is StopCondition.AGENT_TIMEOUT
+    assert (result.agent_timed_out, result.agent_completed, result.agent_exit_code) == (True, False, None)
+    assert (result.agent_stdout, result.reward, len(result.trajectory)) == ("so far", 42.0, 2)
+    assert world.calls.index("cancel") < world.calls.index("fetch"), "its call in flight is not waited for"
+
+
+def test_an_agent_that_exits_3_is_an_agent_error_that_is_not_retried() -> None:
+    world = World()
+    world.exit_code = 3
+    result = run(world, attempt_of()).result()
+
+    assert result.stop_condition is StopCondition.HAS_ERROR
+    assert result.error is not None
+    assert (result.error.kind, result.error.retryable, result.error.detail) == (ErrorKind.AGENT, False, "err")
+    assert (result.agent_exit_code, result.reward, len(result.trajectory)) == (3, 42.0, 2)
+
+
+def test_an_agent_whose_model_failed_is_a_model_error() -> None:
+    world = World()
+    world.exit_code, world.turns = 1, 0
+    world.failures = [{"status": 502, "message": "upstream refused the connection", "turns": 0}]
+    result = run(world, attempt_of()).result()
+
+    assert result.error is not None
+    assert (result.error.kind, result.error.retryable) == (ErrorKind.MODEL, True)
+    assert "upstream refused the connection" in result.error.message
+
+
+def test_an_agent_that_makes_no_model_call_is_flagged() -> None:
+    world = World()
+    world.turns = 0
+    result = run(world, attempt_of()).result()
+
+    assert result.metrics["model_calls"] == 0
+    assert "OPENAI_BASE_URL" in result.warnings[0]
+    assert result.prompt == [{"role": "user", "content": "asked"}], "the dataset's own prompt is kept"
+
+
+def test_a_broken_tunnel_ends_the_rollout_at_once_with_frpcs_words() -> None:
+    world = World()
+    world.agent_ends.clear()
+    world.tunnel_breaks.set()
+    result = run(world, attempt_of()).result()
+
+    assert result.error is not None
+    assert (result.error.kind, result.error.detail) == (ErrorKind.TUNNEL, "frpc: EOF")
+    assert len(result.trajectory) == 2
+    assert world.held == set()
+
+
+@pytest.mark.parametrize("point", ["register", "tunnel", "create", "start_job", "wait", "fetch", "execute"])
+def test_a_cancellation_at_any_point_cleans_up_and_is_raised_again(point: str) -> None:
+    async def scenario() -> World:
+        world = World(**{point: "hang"})
+        task = asyncio.create_task(go(world, attempt_of()))
+        await world.reached.setdefault(point, asyncio.Event()).wait()
+        world.faults.clear()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return world
+
+    world = asyncio.run(scenario())
+    assert world.held == set()
+    if point != "register":
+        assert "cancel" in world.calls, "the gateway is told, so that the agent stops spending the model"
+
+
+def test_a_second_cancellation_does_not_interrupt_the_clean_up() -> None:
+    async def scenario() -> World:
+        world = World(wait="hang")
+        release = asyncio.Event()
+        at = world.at
+
+        async def slow(point: str) -> None:
+            await at(point)
+            if point == "delete":
+                await release.wait()
+
+        world.at = slow  # type: ignore[method-assign]
+        task = asyncio.create_task(go(world, attempt_of()))
+        await world.reached.setdefault("wait", asyncio.Event()).wait()
+        task.cancel()
+        await world.reached.setdefault("delete", asyncio.Event()).wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return world
+
+    world = asyncio.run(scenario())
+    assert world.held == set()
+
+
+@pytest.mark.parametrize("point", ["delete", "untunnel", "unregister"])
+def test_a_failed_clean_up_is_recorded_when_nothing_failed_before(point: str) -> None:
+    result = run(World(**{point: SandboxError("HTTP 500")}), attempt_of()).result()
+
+    assert result.error is not None
+    assert (result.error.phase, result.error.retryable) == (Phase.CLEANUP, False)
+    assert (result.reward, len(result.trajectory)) == (42.0, 2), "what was achieved is kept"
+
+
+def test_a_failed_clean_up_does_not_hide_the_cause() -> None:
+    world = World(wait=SandboxError("sandbox died"), delete=SandboxError("HTTP 500"))
+    error = run(world, attempt_of()).error
+    assert error is not None
+    assert error.message == "sandbox died"
+
+
+def test_a_clean_up_that_hangs_is_bounded_and_the_rest_is_still_released() -> None:
+    world = World(delete="hang")
+    error = run(world, attempt_of(deadlines={"cleanup": 0.02})).error
+
+    assert error is not None
+    assert "took longer than its deadline" in error.message
+    assert world.calls[-2:] == ["untunnel", "unregister"]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def hook(*_: object) -> None:
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize("hook", ["run_command", "docker_image", "build_env_vars", "setup", "score", "after"])
+def test_a_hook_that_raises_is_an_environment_error_that_names_it(hook: str) -> None:
+    environment = Scored()
+    setattr(environment, hook, raising(KeyError("answer")))
+    world = World()
+    result = run(world, attempt_of(), environment).result()
+
+    assert result.error is not None
+    assert (result.error.kind, result.error.retryable) == (ErrorKind.ENVIRONMENT, False)
+    assert f"Scored.{hook} raised KeyError" in result.error.message
+    assert "raise error" in (result.error.detail or "")
+    assert world.held == set()
+
+
+def test_a_plain_hook_runs_in_a_thread_and_may_block() -> None:
+    import threading
+
+    seen: list[bool] = []
+
+    class Blocking(Environment):
+        def score(self, rollout: Rollout) -> float:  # type: ignore[override]
+            seen.append(threading.current_thread() is not threading.main_thread())
+            return 0.5
+
+    assert run(World(), attempt_of(), Blocking()).reward == 0.5
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("scored", ["high", [1.0], {"reward": "high"}])
+def test_a_score_of_the_wrong_type_is_an_environment_error(scored: object) -> None:
+    class Odd(Environment):
+        async def score(self, rollout: Rollout) -> Any:
+            return scored
+
+    error = run(World(), attempt_of(), Odd()).error
+    assert error is not None
+    assert error.kind is ErrorKind.ENVIRONMENT
+    assert "expected a float" in error.message
+
+
+def test_a_missing_run_command_is_an_invalid_request_before_anything_is_created() -> None:
+    world = World()
+    error = run(world, attempt_of(run_command=None)).error
+    assert error is not None
+    assert error.kind is ErrorKind.INVALID_REQUEST
+    assert world.calls == []

@@ -1,0 +1,155 @@
+"""The ``rollouts`` command: the producer's commands, and those that run parts of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from producer.cli import app
+
+__all__ = ["app", "main"]
+
+T = TypeVar("T")
+
+
+@app.command(rich_help_panel="Run the fleet")
+def worker(
+    name: Annotated[str, typer.Option(help="Name of this worker process; the host is appended.")] = "worker",
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts at one time; default: ROLLOUTS_CONCURRENCY, or 100.")
+    ] = None,
+    events: Annotated[bool, typer.Option(help="Send task events, for Flower.")] = False,
+    loglevel: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Run a worker process until it is told to stop (the same as `celery -A workers worker`)."""
+    from producer import broker
+    from workers.app import create_app
+
+    celery_app = _configured(create_app)
+    arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
+    arguments += ["--queues", f"{broker.QUEUE},{broker.MAINTENANCE_QUEUE}", "--without-gossip", "--without-mingle"]
+    arguments += ["--concurrency", str(concurrency)] if concurrency else []
+    arguments += ["--task-events"] if events else []
+    celery_app.worker_main(arguments)
+
+
+@app.command(rich_help_panel="Run the fleet")
+def gateway(
+    upstream: Annotated[
+        str | None, typer.Option(help="Model server, such as http://host:8000/v1; or ROLLOUTS_GATEWAY_UPSTREAM.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; default 8080.")] = None,
+) -> None:
+    """Run the bundled rollout gateway in front of a model server."""
+    from workers.gateway.server import GatewaySettings, run_gateway
+
+    given = {"upstream": upstream, "host": host, "port": port}
+    settings = _configured(lambda: GatewaySettings(**{k: v for k, v in given.items() if v is not None}))
+    _configured(lambda: run_gateway(settings))
+
+
+@app.command(rich_help_panel="Run the fleet")
+def up(
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at one time in each.")] = 100,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="Your model server; else a stand-in.")] = None,
+    llm: Annotated[bool, typer.Option("--llm", help="A small real model on the CPU (extra `llm`).")] = False,
+    redis_url: Annotated[str | None, typer.Option(metavar="URL", help="Your Redis; else one of its own.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the logs of all parts there.")] = None,
+) -> None:
+    """Run the whole fleet on this machine until Ctrl-C: server, model, gateway, workers, beat."""
+    from workers.local import LocalStack, StackOptions
+
+    options = StackOptions(
+        workers=workers, concurrency=concurrency, upstream=upstream, llm=llm, redis_url=redis_url, log_dir=log_dir
+    )
+    with _stack_problems_end_it(), LocalStack(options, on_progress=_tell) as stack:
+        typer.echo(
+            f"\nThe fleet is up; Ctrl-C ends it. In another terminal:\n\n"
+            f"  export ROLLOUTS_REDIS_URL={stack.redis_url}\n"
+            f"  rollouts status\n"
+            f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model}\n"
+        )
+        asyncio.run(stack.watch())
+
+
+@app.command(rich_help_panel="Run the fleet")
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Results, one JSON object a line.")] = Path("results.jsonl"),
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Rollouts of each of the 16 tasks.")] = 4,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="Your model server; else a stand-in.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask for, with --upstream.")] = None,
+    llm: Annotated[bool, typer.Option("--llm", help="A small real model on the CPU (extra `llm`).")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Run 16 small tasks, some samples each, on a fleet of this command's own, and write the results."""
+    from producer.cli import bad_usage, print_summary
+    from workers.demo.run import DemoOptions, run_demo
+
+    if upstream and not model:
+        bad_usage("--upstream needs --model, the name under which that server knows its model")
+    options = DemoOptions(
+        out=out, workers=workers, samples=samples, upstream=upstream, model=model, llm=llm, overwrite=overwrite
+    )
+    with _stack_problems_end_it():
+        summary = run_demo(options, on_progress=_tell)
+    typer.echo(f"results are in {out}", err=True)
+    print_summary(summary, as_json)
+    raise typer.Exit(summary.exit_code)
+
+
+def _tell(part: str, what: str) -> None:
+    typer.echo(f"{part:>10}  {what}", err=True)
+
+
+@contextmanager
+def _stack_problems_end_it() -> Iterator[None]:
+    from producer.cli import bad_usage
+    from producer.errors import FleetError
+    from producer.results_file import ResultsFileError
+    from workers.local import StackError
+
+    try:
+        yield
+    except (ResultsFileError, FleetError) as error:
+        bad_usage(str(error))
+    except StackError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _configured(make: Callable[[], T]) -> T:
+    """Make something from the settings; wrong ones end the command with status 2 and one line for each."""
+    from pydantic import ValidationError
+
+    from workers.registry import ConfigurationError
+
+    try:
+        return make()
+    except ValidationError as error:
+        prefix = "ROLLOUTS_GATEWAY_" if error.title.startswith("Gateway") else "ROLLOUTS_"
+        lines = [f"{prefix}{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()]
+    except (ConfigurationError, ValueError, OSError) as error:
+        lines = [str(error)]
+    for line in lines:
+        typer.echo(f"rollouts: {line}", err=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point of the ``rollouts`` console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Calls an environment's hooks: coroutines on the loop, plain functions in a thread, failures as typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from workers.environment import Environment
+from workers.errors import EnvironmentHookError, RolloutError
+from workers.state import Rollout
+
+
+async def call_hook(environment: Environment, name: str, rollout: Rollout) -> Any:
+    """Call ``environment.NAME(rollout)``; raises `EnvironmentHookError` naming the hook when it raises anything."""
+    hook = getattr(environment, name)
+    with _naming(environment, name):
+        if inspect.iscoroutinefunction(hook):
+            return await hook(rollout)
+        return await asyncio.to_thread(hook, rollout)
+
+
+def derive(environment: Environment, name: str, *args: object) -> Any:
+    """Call one of the methods that only derive something from the request; they must not block."""
+    with _naming(environment, name):
+        return getattr(environment, name)(*args)
+
+
+@contextmanager
+def _naming(environment: Environment, name: str) -> Iterator[None]:
+    try:
+        yield
+    except RolloutError:
+        raise
+    except Exception as error:
+        what = f"{type(environment).__name__}.{name} raised {type(error).__name__}: {error}"
+        raise EnvironmentHookError(what, detail=traceback.format_exc(limit=-6)) from error

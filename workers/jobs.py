@@ -1,0 +1,253 @@
+"""The job record: which attempt owns a rollout, until when, and how it ended.
+
+The record in Redis is the truth; a Celery message is only a wake-up call. Every change is one Lua script (``lua/``) that
+checks the attempt number and uses Redis's own clock, so a stale attempt cannot write and hosts' clocks do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+from celery import Celery
+
+from producer import broker
+from producer.contract import RolloutRequest, StopCondition
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rollout that this worker may run now. ``last`` is set when no further attempt is allowed after this one."""
+
+    rollout_id: str
+    attempt: int
+    last: bool
+    batch_id: str
+    request: bytes
+
+
+@dataclass(frozen=True)
+class Lapsed:
+    """A running rollout whose lease has lapsed."""
+
+    rollout_id: str
+    attempt: int
+    worker: str
+    batch_id: str
+    priority: int
+    history: str
+    request: bytes
+
+
+class Renewal(StrEnum):
+    """What a renewal found."""
+
+    LOST = "lost"
+    RENEWED = "renewed"
+    CANCELLED = "cancelled"
+
+
+class Requeue(StrEnum):
+    """What became of a rollout that was given back."""
+
+    REQUEUED = "requeued"
+    EXHAUSTED = "exhausted"
+    CANCELLED = "cancelled"
+    STALE = "stale"
+
+
+#: Order of the answers of renew.lua.
+_RENEWALS = (Renewal.LOST, Renewal.RENEWED, Renewal.CANCELLED)
+#: Records per script call: a script blocks Redis while it runs, about 2 microseconds a record.
+_CHUNK = 500
+
+
+class JobStore:
+    """Claims, renews, commits and requeues records. Thread-safe, synchronous; raises `redis.RedisError`.
+
+    ``lease_ttl`` is in seconds: how long a worker may be silent before its rollouts are run elsewhere.
+    """
+
+    def __init__(self, client: redis.Redis, app: Celery, *, lease_ttl: float) -> None:
+        self.client = client
+        self.lease_ttl = lease_ttl
+        self._lease_ms = int(lease_ttl * 1000)
+        self._record_ttl = int(broker.RESULT_TTL.total_seconds())
+        self._messages = {step: broker.WakeUp.for_app(app, step) for step in broker.PRIORITY_STEPS}
+        self._claim, self._renew, self._commit, self._requeue, self._wake = (
+            client.register_script(broker.script("workers", name))
+            for name in ("claim", "renew", "commit", "requeue", "wake")
+        )
+
+    def claim(self, rollout_id: str, worker: str, offered: RolloutRequest | None = None) -> Claim | str:
+        """Take a pending rollout, or say why not: ``running``, ``done`` or ``unknown``.
+
+        ``offered`` is the request of a message that carries its own; a record is made from it when there is none.
+        """
+        fields: list[Any] = []
+        if offered is not None:
+            fields = ["request", offered.to_json(), "batch", offered.batch_id]
+            fields += ["max_attempts", offered.max_attempts, "priority", offered.priority]
+        answer = self._claim(
+            keys=[broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED],
+            args=[rollout_id, worker, self._lease_ms, self._record_ttl, *fields],
+        )
+        status = answer[0].decode()
+        if status != "claimed":
+            return str(status)
+        _, attempt, spent, max_attempts, batch, request = answer
+        return Claim(rollout_id, int(attempt), int(spent) >= int(max_attempts), batch.decode(), request)
+
+    def renew(self, held: Iterable[tuple[str, int]]) -> dict[str, Renewal]:
+        """Renew the leases of ``(rollout id, attempt)`` pairs; returns what was found for each id."""
+        found: dict[str, Renewal] = {}
+        for chunk in _chunks(list(held)):
+            keys = [broker.RUNNING, *(broker.job_key(rollout_id) for rollout_id, _ in chunk)]
+            args: list[Any] = [self._lease_ms]
+            for rollout_id, attempt in chunk:
+                args += [rollout_id, attempt]
+            answers = self._renew(keys=keys, args=args)
+            found |= {
+                rollout_id: _RENEWALS[code] for (rollout_id, _), code in zip(chunk, answers, strict=True)
+            }
+        return found
+
+    def commit(self, rollout_id: str, attempt: int, batch_id: str, outcome: StopCondition) -> bool:
+        """End the rollout and announce it; False when another attempt owns it or has ended it."""
+        return bool(
+            self._commit(
+                keys=[broker.job_key(rollout_id), broker.RUNNING, broker.stream_key(batch_id)],
+                args=[rollout_id, attempt, outcome.value, self._record_ttl],
+            )
+        )
+
+    def release(
+        self,
+        request: RolloutRequest,
+        attempt: int,
+        *,
+        why: str,
+        counts: bool = True,
+        delay: float = 0.0,
+        front: bool = False,
+    ) -> Requeue:
+        """Give back a rollout that this worker holds, to run again after ``delay`` seconds.
+
+        ``counts`` is False for a hand-over, which spends no attempt; ``front`` puts it before what already waits.
+        """
+        return self._give_back(
+            request.rollout_id,
+            attempt,
+            request.priority,
+            "owned",
+            why,
+            counts=counts,
+            delay=delay,
+            front=front,
+        )
+
+    def requeue_lapsed(self, lapsed: Lapsed, why: str) -> Requeue:
+        """Send a rollout whose lease lapsed to the next worker; it goes to the front: it has waited already."""
+        return self._give_back(lapsed.rollout_id, lapsed.attempt, lapsed.priority, "lapsed", why, front=True)
+
+    def _give_back(
+        self,
+        rollout_id: str,
+        attempt: int,
+        priority: int,
+        mode: str,
+        why: str,
+        *,
+        counts: bool = True,
+        delay: float = 0.0,
+        front: bool = False,
+    ) -> Requeue:
+        queue = broker.queue_key(priority)
+        keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue]
+        line = f"attempt {attempt}: {why}"
+        args = [
+            rollout_id,
+            attempt,
+            mode,
+            int(counts),
+            int(delay * 1000),
+            int(front),
+            self._message(rollout_id, priority),
+        ]
+        return Requeue(self._requeue(keys=keys, args=[*args, line]).decode())
+
+    def lapsed(self, limit: int = 1000) -> list[Lapsed]:
+        """Return running rollouts whose lease has lapsed, the longest first."""
+        ids = [
+            i.decode()
+            for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)
+        ]
+        pipe = self.client.pipeline(transaction=False)
+        for rollout_id in ids:
+            pipe.hmget(
+                broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history", "request"
+            )
+        found = []
+        for rollout_id, record in zip(ids, pipe.execute(), strict=True):
+            if record[0] is None:  # the record expired: nothing is left to run
+                self.client.zrem(broker.RUNNING, rollout_id)
+                continue
+            attempt, worker, batch, priority, history, request = ((value or b"").decode() for value in record)
+            found.append(
+                Lapsed(rollout_id, int(attempt), worker, batch, int(priority), history, request.encode())
+            )
+        return found
+
+    def wake_delayed(self) -> int:
+        """Send the messages of delayed rollouts whose time has come; returns how many."""
+        return self._wake_from(broker.DELAYED, age=0.0)
+
+    def resend_missing(self, age: float) -> int:
+        """Send the messages of rollouts that have been pending for ``age`` seconds while the queue is empty.
+
+        A message is lost when its worker dies between taking it and claiming; kombu would restore it much later. While
+        the queue is not empty nothing can be told apart, and nothing is urgent either.
+        """
+        if any(self.client.llen(key) for key in broker.queue_keys()):
+            return 0
+        return self._wake_from(broker.PENDING, age)
+
+    def _wake_from(self, key: str, age: float, limit: int = 1000) -> int:
+        age_ms = int(age * 1000)
+        ids = self.client.zrangebyscore(key, "-inf", self.now_ms() - age_ms, start=0, num=limit)
+        woken = 0
+        for rollout_id in (i.decode() for i in ids):
+            priority = self.client.hget(broker.job_key(rollout_id), "priority")
+            if priority is None:  # the record expired: nothing is left to run
+                self.client.zrem(key, rollout_id)
+                continue
+            keys = [key, broker.PENDING, broker.queue_key(int(priority))]
+            woken += int(
+                self._wake(keys=keys, args=[rollout_id, self._message(rollout_id, int(priority)), age_ms])
+            )
+        return woken
+
+    def now_ms(self) -> int:
+        """Return Redis's own clock, in milliseconds."""
+        seconds, micros = self.client.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def uptime(self) -> float:
+        """Return how many seconds ago the Redis server started."""
+        return float(self.client.info("server")["uptime_in_seconds"])
+
+    def take_turn(self, key: str, interval: float) -> bool:
+        """Return whether nobody in the fleet took this turn within the last ``interval`` seconds."""
+        return bool(self.client.set(key, 1, nx=True, px=max(1, int(interval * 1000))))
+
+    def _message(self, rollout_id: str, priority: int) -> bytes:
+        step = max(s for s in broker.PRIORITY_STEPS if s <= priority)
+        return self._messages[step].render(rollout_id)
+
+
+def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:
+    for start in range(0, len(pairs), _CHUNK):
+        yield pairs[start : start + _CHUNK]

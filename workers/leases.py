@@ -1,0 +1,187 @@
+"""Keeps this worker process's leases alive, in a thread and on a Redis connection of its own.
+
+On the event loop, one user's blocking hook would cost every rollout of the process its lease. In a thread without a
+limit, a hung loop would keep its leases for ever. So the thread renews while the loop makes progress, and stops when
+the loop has made none for ``hang_limit`` seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import redis
+
+from producer import broker
+from workers.jobs import JobStore, Renewal
+
+logger = logging.getLogger(__name__)
+
+#: The thread waits for cancellations at most this long at a time (ms), so that it notices `stop` soon.
+_WAIT_MS = 500
+#: A worker's report in Redis expires after this many seconds: a dead worker is off the list soon.
+REPORT_TTL = 15
+_REPORT_INTERVAL = 2.0
+#: A loop that has not moved for this long (s) is named in the log, with the frame that blocks it.
+_HANG_WARNING = 5.0
+
+
+class LeaseKeeper(threading.Thread):
+    """Renews held leases every quarter of their time to live, and tells which rollouts must end.
+
+    ``on_lost(rollout_id, renewal)`` is called from this thread for a rollout whose lease was lost or whose cancellation
+    was asked for. ``progress()`` returns when the event loop last moved (monotonic seconds), ``loop_thread()`` the id
+    of its thread, ``report()`` what this worker tells the fleet about itself. ``duties`` run at every renewal.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        worker: str,
+        *,
+        hang_limit: float,
+        progress: Callable[[], float],
+        loop_thread: Callable[[], int | None],
+        on_lost: Callable[[str, Renewal], None],
+        report: Callable[[], dict[str, Any]],
+        duties: Callable[[bool], None],
+    ) -> None:
+        super().__init__(name="lease-keeper", daemon=True)
+        self.interval = store.lease_ttl / 4
+        self._store = store
+        self._worker = worker
+        self._hang_limit = hang_limit
+        self._progress = progress
+        self._loop_thread = loop_thread
+        self._on_lost = on_lost
+        self._report = report
+        self._duties = duties
+        self._held: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._hang_named = 0.0
+        self._last_contact = time.monotonic()
+        self._trusted_from = 0.0
+        self._seen_cancel: str | None = None
+
+    def hold(self, rollout_id: str, attempt: int) -> None:
+        """Keep this attempt's lease alive from now on."""
+        with self._lock:
+            self._held[rollout_id] = attempt
+
+    def drop(self, rollout_id: str) -> None:
+        """Stop keeping this rollout's lease; dropping one that is not held is fine."""
+        with self._lock:
+            self._held.pop(rollout_id, None)
+
+    def attempt_of(self, rollout_id: str) -> int | None:
+        """Return the attempt that is held for this rollout, or None."""
+        return self._held.get(rollout_id)
+
+    def held(self) -> list[tuple[str, int]]:
+        """Return the held (rollout id, attempt) pairs."""
+        with self._lock:
+            return list(self._held.items())
+
+    def stop(self) -> None:
+        """End the thread; what is still held lapses. The worker's report is withdrawn."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join(timeout=_WAIT_MS / 1000 + 5)
+
+    def run(self) -> None:
+        """Renew, report, watch for cancellations, until stopped. Redis being away is waited out."""
+        due = reported = 0.0
+        while not self._stopping.is_set():
+            try:
+                now = time.monotonic()
+                if now >= due:
+                    self._renew()
+                    self._note_contact()
+                    self._duties(time.monotonic() >= self._trusted_from)
+                    due = now + self.interval
+                if now >= reported + _REPORT_INTERVAL:
+                    self._send_report()
+                    reported = now
+                self._watch_cancels(due)
+            except redis.RedisError as error:
+                # Redis is away, restarting, or loading. Leases lapse there and are simply renewed when it is back.
+                logger.warning("Redis does not answer, leases wait: %s", error, extra={"stage": "lease_wait"})
+                due = 0.0
+                self._stopping.wait(min(1.0, self.interval))
+            except Exception:
+                # Without this thread every rollout would be run twice, so one bad round must not end it.
+                logger.exception("lease keeper: unexpected error, going on", extra={"stage": "lease_error"})
+                self._stopping.wait(min(1.0, self.interval))
+        self._withdraw()
+
+    def _renew(self) -> None:
+        if self._loop_hangs():
+            return
+        held = self.held()
+        for rollout_id, renewal in self._store.renew(held).items():
+            if renewal is Renewal.RENEWED:
+                continue
+            if renewal is Renewal.LOST:
+                self.drop(rollout_id)
+            self._on_lost(rollout_id, renewal)
+
+    def _loop_hangs(self) -> bool:
+        """Whether the event loop has hung for too long; from a few seconds on, name what blocks it, once per hang."""
+        progress = self._progress()
+        behind = time.monotonic() - progress
+        if behind > _HANG_WARNING and self._hang_named != progress:
+            self._hang_named = progress
+            frame = sys._current_frames().get(self._loop_thread() or -1)
+            where = "".join(traceback.format_stack(frame)[-4:]) if frame else "(unknown)"
+            logger.error(
+                "event loop blocked for %.1f s by:\n%s", behind, where, extra={"stage": "loop_blocked"}
+            )
+        if behind <= self._hang_limit:
+            return False
+        logger.error(
+            "event loop hung for %.0f s: its leases are given up", behind, extra={"stage": "loop_hung"}
+        )
+        return True
+
+    def _note_contact(self) -> None:
+        """Believe no lease lapsed until one TTL after Redis came back: its owners could not renew meanwhile."""
+        now = time.monotonic()
+        if now - self._last_contact > self._store.lease_ttl / 2:
+            self._trusted_from = now + self._store.lease_ttl
+        self._last_contact = now
+
+    def _send_report(self) -> None:
+        report = self._report() | {"name": self._worker}
+        pipe = self._store.client.pipeline(transaction=False)
+        pipe.set(broker.worker_key(self._worker), orjson.dumps(report), ex=REPORT_TTL)
+        pipe.zadd(broker.WORKERS, {self._worker: self._store.now_ms() + REPORT_TTL * 1000})
+        pipe.zremrangebyscore(broker.WORKERS, "-inf", self._store.now_ms() - 60_000)
+        pipe.execute()
+
+    def _watch_cancels(self, due: float) -> None:
+        """Wait for cancellations until the next renewal is due; the record's flag covers any that is missed here."""
+        if self._seen_cancel is None:  # "$" would miss what comes between two calls
+            newest = self._store.client.xrevrange(broker.CANCELS, count=1)
+            self._seen_cancel = newest[0][0].decode() if newest else "0-0"
+        wait_ms = max(1, min(_WAIT_MS, int((due - time.monotonic()) * 1000)))
+        entries = self._store.client.xread({broker.CANCELS: self._seen_cancel}, count=1000, block=wait_ms)
+        for _, messages in entries or []:
+            for entry_id, fields in messages:
+                self._seen_cancel = entry_id.decode()
+                rollout_id = fields[b"id"].decode()
+                if self.attempt_of(rollout_id) is not None:
+                    self._on_lost(rollout_id, Renewal.CANCELLED)
+
+    def _withdraw(self) -> None:
+        try:
+            self._store.client.delete(broker.worker_key(self._worker))
+            self._store.client.zrem(broker.WORKERS, self._worker)
+        except redis.RedisError as error:
+            logger.info("the worker's report could not be withdrawn, it expires: %s", error)

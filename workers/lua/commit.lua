@@ -1,0 +1,16 @@
+-- End a rollout: running with this attempt -> done, and announce it on its batch's stream. The first commit wins.
+-- KEYS: 1 job record, 2 running set, 3 stream of the batch
+-- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record and stream (s)
+-- Returns 1 when this attempt is the one that ended it (also when it is told so twice), else 0.
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
+if record[2] ~= ARGV[2] then return 0 end
+if record[1] == 'done' then return 1 end
+if record[1] ~= 'running' then return 0 end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], 'state', 'done', 'outcome', ARGV[3], 'finished_ms', now)
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('XADD', KEYS[3], '*', 'id', ARGV[1], 'outcome', ARGV[3])
+redis.call('EXPIRE', KEYS[3], ARGV[4])
+return 1

@@ -1,0 +1,30 @@
+-- Give a running rollout back: running with this attempt -> pending, and send its wake-up message in the same step.
+-- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list
+-- ARGV: 1 rollout id, 2 attempt, 3 "lapsed" (only when the lease lapsed) or "owned" (by the worker that holds it),
+--       4 1 when the attempt counts, 0 when it does not, 5 delay (ms), 6 1 to put it at the queue's front,
+--       7 message, 8 line for the history
+-- Returns "requeued", "exhausted" or "cancelled" (nothing was changed: end it instead), or "stale" (not ours to move).
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'spent', 'max_attempts', 'cancel', 'history')
+if record[1] ~= 'running' or record[2] ~= ARGV[2] then return 'stale' end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if ARGV[3] == 'lapsed' then
+  local lease = redis.call('ZSCORE', KEYS[2], ARGV[1])
+  if lease and tonumber(lease) > now then return 'stale' end
+end
+if record[5] then return 'cancelled' end
+local spent = tonumber(record[3])
+if ARGV[4] == '0' then spent = spent - 1 end
+if spent >= tonumber(record[4]) then return 'exhausted' end
+local history = ARGV[8]
+if record[6] then history = record[6] .. '\n' .. history end
+redis.call('HSET', KEYS[1], 'state', 'pending', 'spent', spent, 'history', history)
+redis.call('ZREM', KEYS[2], ARGV[1])
+if tonumber(ARGV[5]) > 0 then
+  redis.call('ZADD', KEYS[4], now + ARGV[5], ARGV[1])
+else
+  redis.call('ZADD', KEYS[3], now, ARGV[1])
+  -- kombu takes messages from the right end of the list.
+  redis.call(ARGV[6] == '1' and 'RPUSH' or 'LPUSH', KEYS[5], ARGV[7])
+end
+return 'requeued'

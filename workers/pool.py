@@ -1,0 +1,384 @@
+"""The asyncio execution pool for Celery: ``worker_pool = "workers.pool:AsyncioPool"``.
+
+    Celery's main thread              the event loop's thread             a tracer's thread
+    ────────────────────              ───────────────────────             ─────────────────
+    message ──▶ on_apply ───────────▶ start when a slot is free
+    on_accepted (acknowledges) ◀───── accept
+                                      await task.run(...)
+                                      keep its outcome ─────────────────▶ Celery's own tracer calls the task,
+                                                                          which hands over the outcome: state,
+                                                                          result, signals and hooks are Celery's
+    on_success / on_failure ◀──────────────────────────────────────────── its return value
+                                      the slot is free ◀──────────────────
+
+Celery's callbacks run on Celery's thread, in order, as they do for prefork: the sets of a worker's requests are made
+for one thread, and are iterated when the broker connection breaks. It also wakes Celery's event loop when a job has
+ended. With ``worker_disable_prefetch`` that loop asks for the next message only when it turns, which is else once a
+second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery.concurrency.base import BasePool
+from celery.exceptions import WorkerLostError
+from celery.platforms import EX_FAILURE
+from celery.worker import state as worker_state
+
+from workers.asynctask import (
+    AsyncTask,
+    CancelReason,
+    Job,
+    Outcome,
+    RunState,
+    current_job,
+    enter,
+    exception_info,
+    in_signal_handler,
+    outcome_of,
+    run_coroutine,
+    terminated,
+)
+from workers.threads import LoopLag, LoopThread, Mailbox, Tracers
+
+__all__ = ["AsyncTask", "AsyncioPool", "CancelReason", "Job", "LoopLag", "RunState", "current_job"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncioPool(BasePool):
+    """Runs the coroutines of `AsyncTask` on one event loop, at most ``limit`` jobs at once; other tasks in threads.
+
+    A job keeps its slot until Celery's tracer has stored its result. Jobs beyond the limit wait, unaccepted: the broker
+    still holds their messages. Ordinary tasks share the few threads of the tracers, so they should be short; neither
+    time limits nor cancelling reach them.
+
+    Time limits of coroutines: at the soft one the coroutine is cancelled with `CancelReason.TIMEOUT`, for a coroutine
+    cannot be thrown into safely, and becomes `SoftTimeLimitExceeded` unless it catches that. At the hard one Celery
+    records `TimeLimitExceeded`, the coroutine is cancelled (again), and its outcome is dropped; the slot is free when
+    it has really ended.
+
+    ``app.pool_lifespan``, if there is one, takes the pool and returns an async context manager. It is entered on the
+    loop before the first job, and exited after the last one. What entering raises ends the worker.
+    """
+
+    limit: int
+    signal_safe = False
+    is_green = False
+    uses_semaphore = False
+    task_join_will_block = True
+    body_can_be_buffer = True
+
+    #: Threads on which tracers store results and ordinary tasks run.
+    tracer_threads = 8
+    #: Seconds that coroutines have for their clean-up in a cold shutdown.
+    shutdown_grace = 60.0
+    #: Seconds that the lifespan has to exit.
+    lifespan_grace = 30.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, Job] = {}  # waiting and running, by number
+        self._waiting: deque[Job] = deque()
+        self._running = 0
+        self._closing = False
+        self._deadline: float | None = None  # of a cold shutdown
+        self._loop = LoopThread(self._lifespan, self._on_loop_lost, self.lifespan_grace)
+        self._tracers = Tracers()
+        self._mailbox = Mailbox(self._tracers.submit)
+
+    # -- what others read ----------------------------------------------------------------------------------------------
+
+    @property
+    def hostname(self) -> str | None:
+        """The worker's node name."""
+        _app, hostname = self.options.get("initargs") or (None, None)
+        return hostname
+
+    @property
+    def lag(self) -> LoopLag:
+        """How late the event loop wakes."""
+        return self._loop.lag
+
+    @property
+    def loop_progress(self) -> float:
+        """When the event loop last made progress, in `time.monotonic` seconds."""
+        return self._loop.lag.progress
+
+    @property
+    def loop_thread_id(self) -> int | None:
+        """Identifier of the event loop's thread, as in `sys._current_frames`."""
+        return self._loop.thread.ident
+
+    def _get_info(self) -> dict[str, Any]:
+        milliseconds = {name: round(value * 1000, 1) for name, value in self.lag.summary().items()}
+        return {
+            **super()._get_info(),
+            "in-flight": self._running,
+            "waiting": len(self._waiting),
+            "loop-lag-ms": milliseconds,
+            "threads": self.tracer_threads,
+        }
+
+    # -- starting, growing and shrinking -------------------------------------------------------------------------------
+
+    def on_start(self) -> None:
+        """Start the event loop and enter the lifespan; raises what entering raised."""
+        self._loop.start()
+        self._tracers.start(self.tracer_threads)
+
+    def did_start_ok(self) -> bool:
+        """Whether the event loop runs."""
+        return self._loop.thread.is_alive()
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Have callbacks run by Celery's event loop from now on."""
+        self._mailbox.hub = hub
+
+    def grow(self, n: int = 1) -> None:
+        """Run ``n`` more jobs at once."""
+        self.limit += n
+        self._loop.call(self._start_waiting)
+
+    def shrink(self, n: int = 1) -> None:
+        """Run ``n`` fewer jobs at once; raises `ValueError` when that leaves none, or fewer than run now."""
+        remaining = self.limit - n
+        if remaining < max(1, self._running):
+            raise ValueError(f"cannot shrink the pool by {n}: {self._running} of its {self.limit} slots are busy")
+        self.limit = remaining
+
+    @asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        lifespan = getattr(self.app, "pool_lifespan", None)
+        if lifespan is None:
+            yield
+        else:
+            async with lifespan(self):
+                yield
+
+    def _on_loop_lost(self) -> None:
+        # Without its loop the worker would go on taking messages. Celery reads this flag whenever its own loop turns.
+        worker_state.should_terminate = EX_FAILURE
+        self._mailbox.wake()
+
+    # -- a job's way, on the event loop except where it says otherwise -------------------------------------------------
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        accept_callback: Callable[..., object] | None = None,
+        callback: Callable[..., object] | None = None,
+        error_callback: Callable[..., object] | None = None,
+        timeout_callback: Callable[..., object] | None = None,
+        soft_timeout: float | None = None,
+        timeout: float | None = None,
+        **_: Any,
+    ) -> Job:
+        """Take a task from Celery, on Celery's thread. Of ``callback`` and ``error_callback`` one will be called.
+
+        Exceptions are a job that is never accepted because the worker shuts down, whose message the broker restores,
+        and one that exceeds its hard time limit, of which ``timeout_callback`` tells.
+        """
+        name, task_id, request, *_rest = args
+        job = Job(
+            pid=next(self._numbers),
+            id=task_id,
+            request=request,
+            task=self.app.tasks.get(name),
+            runner=self,
+            target=functools.partial(target, **kwargs) if kwargs else target,
+            args=tuple(args),
+            on_accept=accept_callback,
+            on_result=callback,
+            on_error=error_callback,
+            on_timeout=timeout_callback,
+            soft_timeout=soft_timeout or self.options.get("soft_timeout"),
+            timeout=timeout or self.options.get("timeout"),
+        )
+        if not self._closing:
+            self._jobs[job.pid] = job
+            self._loop.call(self._enqueue, job)
+        return job
+
+    def _enqueue(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._running < self.limit and not self._closing:
+            self._start(self._waiting.popleft())
+
+    def _start(self, job: Job) -> None:
+        self._running += 1
+        job.state = RunState.RUNNING
+        if not job.awaits_coroutine:
+            job.mark_accepted()
+            self._tracers.submit(self._trace, job)
+            return
+        if not job.task.accepts_itself:
+            job.mark_accepted()
+        loop = asyncio.get_running_loop()
+        job.coroutine = loop.create_task(run_coroutine(job), name=job.id)
+        job.coroutine.add_done_callback(functools.partial(self._ended, job))
+        if job.soft_timeout:
+            job.timers.append(loop.call_later(job.soft_timeout, self._exceeded_softly, job))
+        if job.timeout:
+            job.timers.append(loop.call_later(job.timeout, self._exceeded, job))
+
+    def _ended(self, job: Job, coroutine: asyncio.Task[Any]) -> None:
+        for timer in job.timers:
+            timer.cancel()
+        outcome = outcome_of(job, coroutine)
+        if job.abandoned or (_let_shutdown_pass(job, coroutine) and not job.accepted):
+            # The latter ended before it began, for Celery: the broker gives its message to another worker.
+            self._finish(job)
+            return
+        job.mark_accepted()
+        if isinstance(outcome, Outcome):
+            job.outcome = outcome
+            self._tracers.submit(self._trace, job)
+        else:
+            self.post(job, job.on_error, outcome)
+            self._finish(job)
+
+    def _trace(self, job: Job) -> None:
+        """Have Celery's tracer run or conclude the task, on a tracer's thread."""
+        leave = enter(job)
+        try:
+            result = job.target(*job.args)
+        except Exception:
+            logger.exception("Task %s: its outcome could not be recorded", job.id)
+            self.post(job, job.on_error, ExceptionInfo())
+        except BaseException as error:  # SystemExit of an ordinary task: the thread serves the next one
+            logger.exception("Task %s ended its thread", job.id)
+            self.post(job, job.on_error, exception_info(WorkerLostError(f"the task raised {error!r}")))
+        else:
+            self.post(job, job.on_result, result)
+        finally:
+            leave()
+            self._loop.call(self._finish, job)
+
+    def _finish(self, job: Job) -> None:
+        self._jobs.pop(job.pid, None)
+        job.state = RunState.FINISHED
+        self._running -= 1
+        self._start_waiting()
+        if self._closing:
+            self._mailbox.wake()
+
+    def post(self, job: Job, callback: Callable[..., object] | None, *args: object) -> None:
+        """Have one of Celery's callbacks called on Celery's thread, in the order of posting. From any thread."""
+        if callback is not None:
+            self._mailbox.post(job.id, callback, *args)
+
+    # -- cancelling ----------------------------------------------------------------------------------------------------
+
+    def terminate_job(self, pid: int, signal: int | str | None = None) -> None:
+        """Cancel the job with the number ``pid``; one that is unknown has ended."""
+        job = self._jobs.get(pid)
+        if job is not None:
+            job.terminate(signal)
+
+    def cancel(self, job: Job, reason: CancelReason) -> None:
+        """Cancel ``job`` unless it has ended or was cancelled before. From any thread and from signal handlers."""
+        self._loop.call(self._cancel, job, reason)
+
+    def _cancel(self, job: Job, reason: CancelReason) -> None:
+        if job.state is RunState.WAITING:
+            self._drop(job)
+            if reason is CancelReason.REVOKED:
+                self.post(job, job.on_error, terminated())
+        elif job.coroutine is None:
+            if job.state is RunState.RUNNING:
+                logger.warning("Task %s cannot be cancelled (%s): it runs in a thread", job.id, reason)
+        elif job.cancel_reason is None and not job.coroutine.done():
+            # Once only: a second cancellation would interrupt the clean-up that the first one began.
+            job.cancel_reason = reason
+            job.coroutine.cancel()
+
+    def _drop(self, job: Job) -> None:
+        self._waiting.remove(job)
+        self._jobs.pop(job.pid, None)
+        job.state = RunState.FINISHED
+
+    def _exceeded_softly(self, job: Job) -> None:
+        self.post(job, job.on_timeout, True, job.soft_timeout)
+        self._cancel(job, CancelReason.TIMEOUT)
+
+    def _exceeded(self, job: Job) -> None:
+        job.mark_accepted()
+        self.post(job, job.on_timeout, False, job.timeout)
+        job.abandoned = True
+        job.cancel_reason = job.cancel_reason or CancelReason.TIMEOUT
+        if job.coroutine is not None:
+            job.coroutine.cancel()
+
+    # -- stopping, on Celery's thread ----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Drop what waits: called when the broker connection is lost or closed, which restores unaccepted messages."""
+        self._loop.call(self._drop_waiting)
+
+    def on_stop(self) -> None:
+        """Shut down warmly: drop what waits, and return when every running job has ended and Celery was told.
+
+        SIGQUIT or a second SIGINT makes it a cold shutdown: Celery then calls this from within its signal handler,
+        which must not wait, for the thread that it interrupted may hold any lock. Whoever it interrupted does.
+        """
+        if in_signal_handler():
+            self._begin_cold_shutdown()
+            return
+        if worker_state.should_terminate:
+            self._begin_cold_shutdown()
+        self._shut_down()
+
+    def on_terminate(self) -> None:
+        """Shut down coldly: cancel every coroutine, and give their clean-up `shutdown_grace` seconds."""
+        self._begin_cold_shutdown()
+        self._shut_down()
+
+    def _begin_cold_shutdown(self) -> None:
+        if self._deadline is None:
+            self._closing = True
+            self._deadline = time.monotonic() + self.shutdown_grace
+            self._loop.call(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        self._drop_waiting()
+        for job in list(self._jobs.values()):
+            self._cancel(job, CancelReason.SHUTDOWN)
+
+    def _drop_waiting(self) -> None:
+        for job in list(self._waiting):
+            self._drop(job)
+
+    def _shut_down(self) -> None:
+        self._closing = True
+        self.flush()
+        while self._jobs and self._loop.thread.is_alive():
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                left = ", ".join(job.id for job in list(self._jobs.values()))
+                logger.error("Shut down without these tasks, %s s after cancelling them: %s", self.shutdown_grace, left)
+                break
+            self._mailbox.serve(timeout=0.1)
+        self._mailbox.serve(timeout=0)
+        self._loop.stop()
+        self._tracers.stop()
+
+
+def _let_shutdown_pass(job: Job, coroutine: asyncio.Task[Any]) -> bool:
+    return coroutine.cancelled() and job.cancel_reason is CancelReason.SHUTDOWN

@@ -1,0 +1,170 @@
+"""THE FLOW: one rollout, from its registration with the gateway to its score.
+
+    register -> tunnel -> sandbox -> setup -> agent -> trajectory -> score -> clean up
+
+Everything that is acquired is released in reverse order, whatever happens. The agent talks to the gateway directly;
+this code never carries model traffic. Stage names in the log are those of the rollout gateway mixin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from producer.contract import Phase
+from workers.aio import first_of
+from workers.attempt import Cleanup, in_phase, log, record_trajectory, salvaged
+from workers.environment import Environment, reward_and_metrics
+from workers.errors import (
+    AgentError,
+    RolloutError,
+    TunnelError,
+)
+from workers.gateway.protocol import Gateway, Registration, rollout_path
+from workers.hooks import call_hook, derive
+from workers.sandboxes.base import CommandResult, Sandbox, SandboxProvider, SandboxSpec
+from workers.state import Rollout
+from workers.tunnels.base import TunnelLease, TunnelProvider
+
+#: Seconds in which a sandbox must have started the agent.
+_START_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Systems:
+    """The three foreign systems that a rollout touches, as their protocols."""
+
+    gateway: Gateway
+    tunnels: TunnelProvider
+    sandboxes: SandboxProvider
+
+
+async def run_rollout(
+    rollout: Rollout, environment: Environment, systems: Systems, secrets: dict[str, str] | None = None
+) -> None:
+    """Run one attempt and record it in ``rollout``; returns also when it failed, with ``rollout.error`` set.
+
+    ``secrets`` are the values of the request's ``secret_env``. Raises only `asyncio.CancelledError`, after clean-up.
+    """
+    request, gateway = rollout.request, systems.gateway
+    log(rollout, "start", "attempt %d of %s begins", rollout.attempt, request.rollout_id)
+    try:
+        command = derive(environment, "run_command", request)
+        async with Cleanup(rollout) as cleanup:
+            async with in_phase(rollout, Phase.REGISTER):
+                registration = Registration(
+                    model=request.model,
+                    sampling_params=request.sampling_params,
+                    max_turns=request.max_turns,
+                    max_seq_len=request.max_seq_len,
+                )
+                held = gateway.registered(
+                    rollout.gateway_url, rollout.gateway_id, registration, api_key=rollout.api_key
+                )
+                await cleanup.enter(held)
+                log(rollout, "register_rollout", "registered as %s", rollout.gateway_id)
+
+            async with salvaged(rollout, gateway):
+                async with in_phase(rollout, Phase.TUNNEL):
+                    tunnel = await _open_tunnel(rollout, systems.tunnels, cleanup)
+
+                async with in_phase(rollout, Phase.SANDBOX):
+                    spec = _sandbox_spec(rollout, environment, secrets or {})
+                    sandbox = await cleanup.enter(systems.sandboxes.create(spec))
+                    rollout.sandbox, rollout.sandbox_id = sandbox, sandbox.id
+                    log(rollout, "create_sandbox", "sandbox %s is ready", sandbox.id)
+
+                async with in_phase(rollout, Phase.SETUP):
+                    await call_hook(environment, "setup", rollout)
+
+                async with in_phase(rollout, Phase.AGENT, bounded=False):  # its deadline is an outcome
+                    await _run_agent(rollout, command, sandbox, tunnel)
+
+                async with in_phase(rollout, Phase.TRAJECTORY):
+                    # An agent that ran out of time may have a call in flight that nobody waits for any more.
+                    if rollout.agent_timed_out:
+                        await gateway.cancel(rollout.gateway_url, rollout.gateway_id)
+                    trajectory = await gateway.fetch_trajectory(rollout.gateway_url, rollout.gateway_id)
+                    record_trajectory(rollout, trajectory)
+                    log(rollout, "fetch_trajectory", "%d turns", trajectory.num_turns)
+
+                async with in_phase(rollout, Phase.SCORE):
+                    rollout.reward, metrics = reward_and_metrics(
+                        await call_hook(environment, "score", rollout)
+                    )
+                    rollout.metrics |= metrics
+                    await call_hook(environment, "after", rollout)
+    except RolloutError as error:
+        rollout.fail(error.info(rollout.phase))
+    except asyncio.CancelledError:
+        log(rollout, "finish", "cancelled in phase %s", rollout.phase)
+        raise
+    finally:
+        rollout.sandbox = None
+    log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
+
+
+async def _open_tunnel(rollout: Rollout, tunnels: TunnelProvider, cleanup: Cleanup) -> TunnelLease:
+    rollout.tunnel_local_addr = urlsplit(rollout.gateway_url).hostname
+    log(rollout, "resolve_tunnel_local_addr", "gateway is at %s", rollout.tunnel_local_addr)
+    tunnel = await cleanup.enter(tunnels.lease(rollout.gateway_url))
+    rollout.tunnel_url, rollout.tunnel_id, rollout.tunnel_local_addr = (
+        tunnel.url,
+        tunnel.tunnel_id,
+        tunnel.local_addr,
+    )
+    rollout.rollout_base_url = tunnel.url + rollout_path(rollout.gateway_id)
+    log(rollout, "start_tunnel", "agents reach the gateway at %s", tunnel.url)
+    return tunnel
+
+
+def _sandbox_spec(rollout: Rollout, environment: Environment, secrets: dict[str, str]) -> SandboxSpec:
+    request = rollout.request
+    env: dict[str, str] = derive(environment, "build_env_vars", request, rollout)
+    # The rollout's key is a secret too: variables of a sandbox are shown by its platform, secrets are not.
+    key = {"OPENAI_API_KEY": env.pop("OPENAI_API_KEY")} if "OPENAI_API_KEY" in env else {}
+    deadlines = request.deadlines
+    return SandboxSpec(
+        name=rollout.gateway_id,
+        image=derive(environment, "docker_image", request),
+        start_command=request.start_command,
+        resources=request.resources,
+        env=env,
+        secrets=key | secrets,
+        labels=(*request.labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
+        ttl=deadlines.sandbox + deadlines.setup + deadlines.agent + deadlines.score + deadlines.cleanup,
+    )
+
+
+async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: TunnelLease) -> None:
+    """Start the agent and wait until it ends, its tunnel breaks, or its time is up."""
+    try:
+        async with asyncio.timeout(_START_TIMEOUT):
+            job = await sandbox.start_job(command)
+    except TimeoutError:
+        raise AgentError(
+            f"the sandbox did not start the agent within {_START_TIMEOUT:.0f} s", retryable=True
+        ) from None
+    log(rollout, "start_agent", "agent started")
+
+    deadline = rollout.request.deadlines.agent
+    log(rollout, "wait_for_agent_completion", "waiting up to %.0f s", deadline)
+    try:
+        ended = await first_of(job.wait(), tunnel.broken(), timeout=deadline)
+    except TunnelError as error:
+        log(rollout, "tunnel_died", "%s", error)
+        raise
+    rollout.agent_timed_out = not ended
+    rollout.agent_completed = ended
+    _record_output(rollout, await job.wait() if ended else await job.output())
+    log(
+        rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)"
+    )
+
+
+def _record_output(rollout: Rollout, output: CommandResult | None) -> None:
+    if output is None:
+        return
+    rollout.agent_stdout, rollout.agent_stderr = output.stdout, output.stderr
+    rollout.agent_exit_code = None if rollout.agent_timed_out else output.exit_code

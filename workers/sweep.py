@@ -1,0 +1,76 @@
+"""The sweep: what no worker holds any more is run again, or ended with the reason.
+
+Beat schedules it, and every worker's lease keeper does it too, because a fleet whose slots are all taken runs no tasks,
+and beat may be dead. One turn per interval is taken fleet-wide; two sweeps at once are safe.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from celery import Celery, states
+
+from producer import broker
+from producer.contract import (
+    ErrorInfo,
+    ErrorKind,
+    InvalidRequestError,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+)
+from workers.jobs import JobStore, Lapsed, Requeue
+
+logger = logging.getLogger(__name__)
+
+
+def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, int]:
+    """Requeue lapsed leases, send what is due, and end what has no attempt left; returns how many of each.
+
+    ``trusted`` is False while leases may have lapsed only because Redis was away: then none is believed lapsed.
+    """
+    if not store.take_turn(broker.SWEPT, store.lease_ttl / 4):
+        return {}
+    counts = {"woken": store.wake_delayed(), "resent": store.resend_missing(age=store.lease_ttl)}
+    if trusted and store.uptime() >= store.lease_ttl:
+        for lapsed in store.lapsed():
+            what = _requeue_or_end(store, app, lapsed)
+            counts[what] = counts.get(what, 0) + 1
+    return counts
+
+
+def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
+    why = f"worker {lapsed.worker or '?'} stopped renewing its lease"
+    what = store.requeue_lapsed(lapsed, why)
+    about = {"rollout_id": lapsed.rollout_id, "attempt": lapsed.attempt, "stage": "sweep"}
+    if what is Requeue.REQUEUED:
+        logger.warning("%s: %s, requeued", lapsed.rollout_id, why, extra=about)
+    elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
+        result = _last_result(lapsed, what, why)
+        # Stored before the commit announces it. Celery keeps a result that is there already, and the commit is refused
+        # if the owner came back in between, so there is one result whoever wins.
+        app.backend.store_result(lapsed.rollout_id, result, states.SUCCESS)
+        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, result.stop_condition)
+        logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, result.stop_condition, extra=about)
+    return what.value
+
+
+def _last_result(lapsed: Lapsed, what: Requeue, why: str) -> RolloutResult:
+    """Build the result of a rollout that no worker will run again."""
+    history = "\n".join(line for line in (lapsed.history, f"attempt {lapsed.attempt}: {why}") if line)
+    if what is Requeue.CANCELLED:
+        condition = StopCondition.CANCELLED
+        error = ErrorInfo(
+            kind=ErrorKind.CANCELLED, message="cancelled; its worker died meanwhile", detail=history
+        )
+    else:
+        condition = StopCondition.HAS_ERROR
+        message = f"no attempt is left after {lapsed.attempt}: each time, its worker died or lost its lease"
+        error = ErrorInfo(kind=ErrorKind.LEASE, message=message, detail=history)
+    fields = {"error": error, "attempt": lapsed.attempt, "worker": lapsed.worker}
+    try:
+        return RolloutResult.for_request(RolloutRequest.parse(lapsed.request), condition, **fields)
+    except InvalidRequestError:
+        return RolloutResult(
+            rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields
+        )
