@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from producer.broker import JobState
-from producer.connection import CHUNK, CancelAnswer, FleetConnection, Submitted
+from producer.connection import CHUNK, CancelAnswer, FleetConnection, Submitted, end
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
 from producer.results import GROUP, Completions, read_result
 
@@ -106,7 +106,7 @@ class Batch(AsyncIterator[RolloutResult]):
                 if self._announced:
                     await self._fetch()
                 elif self._closed or (self._feeder.done() and not self._waiting):
-                    self.close()
+                    await self.aclose()
                     raise StopAsyncIteration
                 else:
                     self._changed.clear()
@@ -126,7 +126,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._cancelled = True
         async with self._submitting:  # never in the middle of a chunk: its rollouts would escape
             self._feeder.cancel()
-        await asyncio.wait({self._feeder})
+        await end(self._feeder)
         answers = await self._connection.cancel(list(self._waiting))
         for rollout_id, answer in answers.items():
             if answer is not CancelAnswer.REQUESTED:
@@ -140,6 +140,11 @@ class Batch(AsyncIterator[RolloutResult]):
         self._follower.cancel()
         self._source.close()
         self._changed.set()
+
+    async def aclose(self) -> None:
+        """Do what `close` does, and wait until it is done."""
+        self.close()
+        await end(self._feeder, self._follower)
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -261,27 +266,43 @@ class _Source:
         self._sync: Iterator[RolloutRequest] | None = None
         self._async: AsyncIterator[RolloutRequest] | None = None
         self._next: asyncio.Task[RolloutRequest | None] | None = None
+        self._error: Exception | None = None
         if isinstance(requests, AsyncIterable):
             self._async = aiter(requests)
         else:
             self._sync = iter(requests)
 
     async def take(self, limit: int) -> list[RolloutRequest]:
-        """Return one to ``limit`` requests, or none at the end; waits for the first only."""
+        """Return one to ``limit`` requests, or none at the end; waits for the first only.
+
+        An error of the source is raised once everything that came before it was taken.
+        """
         if self._sync is not None:
-            return list(islice(self._sync, limit))
+            return self._take_now(self._sync, limit)
         taken: list[RolloutRequest] = []
         while len(taken) < limit:
             if self._next is None:
                 self._next = asyncio.create_task(self._anext())
             done, _ = await asyncio.wait({self._next}, timeout=0 if taken else None)
-            if not done:
+            if not done or (taken and self._next.exception() is not None):
                 break
             request = self._next.result()
             if request is None:  # the task stays: every later call finds the end again
                 break
             self._next = None
             taken.append(request)
+        return taken
+
+    def _take_now(self, source: Iterator[RolloutRequest], limit: int) -> list[RolloutRequest]:
+        if self._error is not None:
+            raise self._error
+        taken: list[RolloutRequest] = []
+        try:
+            taken.extend(islice(source, limit))
+        except Exception as error:
+            if not taken:
+                raise
+            self._error = error
         return taken
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ _PRIORITY_SEPARATOR = "\x06\x16"
 
 # keys
 _PREFIX = "rollouts:"
-PENDING = _PREFIX + "pending"  #: sorted set of rollout ids waiting for a worker, scored by when they were enqueued (ms)
+PENDING = _PREFIX + "pending"  #: sorted set of rollout ids waiting for a worker, scored by queue list and time (ms)
 DELAYED = _PREFIX + "delayed"  #: sorted set of rollout ids that wait for a due time (ms) before they are sent again
 RUNNING = _PREFIX + "running"  #: sorted set of rollout ids that hold a lease, scored by when it lapses (ms)
 CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
@@ -85,6 +85,17 @@ def queue_key(priority: int, queue: str = QUEUE) -> str:
     """Key of the Redis list in which kombu's transport keeps the queue's messages of ``priority`` (0 to 9)."""
     step = max(s for s in PRIORITY_STEPS if s <= priority)
     return f"{queue}{_PRIORITY_SEPARATOR}{step}" if step else queue
+
+
+#: Distance between the scores in `PENDING` of two of the queue's lists: the n-th list's rollouts are scored
+#: ``n * LIST_SPAN + milliseconds``, so that those of one list are a range, in the order in which they are served. One
+#: that was put to the front of its list has no time.
+LIST_SPAN = 10**14
+
+
+def pending_base(priority: int) -> int:
+    """Return the score in `PENDING` with which the rollouts of the list for ``priority`` begin."""
+    return max(i for i, step in enumerate(PRIORITY_STEPS) if step <= priority) * LIST_SPAN
 
 
 def queue_keys(queue: str = QUEUE) -> list[str]:

@@ -58,9 +58,9 @@ class Producer:
     async def close(self) -> None:
         """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
         for batch in list(self._batches):
-            batch.close()
-        for waiters in self._waiters.values():
-            waiters.close()
+            await batch.aclose()
+        for waiters in list(self._waiters.values()):
+            await waiters.aclose()
         connection, self._connection = self._connection, None
         if connection is not None:
             await asyncio.shield(connection.close())
@@ -117,7 +117,7 @@ class Producer:
         with suppress(FleetError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 await batch.cancel()
-        batch.close()
+        await batch.aclose()
 
     def results(self, batch_id: str, *, after: str = START, count: int | None = None) -> Results:
         """Follow a batch's results as they complete, also those that ended before: each once.

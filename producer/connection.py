@@ -34,6 +34,7 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 _LISTS = broker.queue_keys()
 _FIRST_LIST = 2  # index in submit.lua's KEYS of the first list
 _CALLS_AT_ONCE = 16
+_CANCEL_AGAIN = 0.1  # seconds
 _FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
 
 #: Refusals that no retry mends; redis-py files them under ConnectionError.
@@ -88,6 +89,19 @@ class Backoff:
         """Sleep for the present delay and double the next."""
         await asyncio.sleep(self.delay)
         self.delay = min(self.delay * 2, _LAST_DELAY)
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, whatever they end with.
+
+    Cancelled again until it takes: redis-py sends with `asyncio.wait_for`, which before Python 3.12 forgets a
+    cancellation that comes in the moment in which it is done (bpo-37658), and a reader would then block on.
+    """
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN)
 
 
 def redact(url: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 
 from producer import broker
-from producer.connection import REFUSED, TRANSIENT, Backoff, FleetConnection, Record, redact
+from producer.connection import REFUSED, TRANSIENT, Backoff, FleetConnection, Record, end, redact
 from producer.contract import (
     ErrorInfo,
     ErrorKind,
@@ -266,14 +266,14 @@ class Waiters:
             if not self._counts[rollout_id]:
                 del self._counts[rollout_id], self._futures[rollout_id]
             if not self._futures:
-                self.close()
+                await asyncio.shield(self.aclose())
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Stop following; callers that still wait get a `FleetError`."""
-        if self._follower:
-            self._follower.cancel()
-            self._follower = None
+        follower, self._follower = self._follower, None
         self._fail(FleetError(f"the producer was closed while rollouts of batch {self._batch_id} were waited for"))
+        if follower is not None:
+            await end(follower)
 
     async def _follow(self) -> None:
         async with self._starting:

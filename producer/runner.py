@@ -14,7 +14,7 @@ from typing import Any
 
 from producer.batch import Batch, new_batch_id
 from producer.client import Producer
-from producer.connection import FleetConnection, redact
+from producer.connection import FleetConnection, end, redact
 from producer.contract import RolloutRequest, StopCondition
 from producer.errors import FleetError
 from producer.progress import Progress, plain_or_rich
@@ -119,9 +119,7 @@ class _Run:
             elif work.exception() is not None:
                 await self._cancel_batch()
         finally:
-            for task in (first, ticker, work):
-                task.cancel()
-            await asyncio.wait({first, ticker, work})
+            await end(first, ticker, work)
         self._show(progress)
         if not work.cancelled():
             work.result()
@@ -145,13 +143,10 @@ class _Run:
         ended = asyncio.gather(cancel, asyncio.wait({work}))
         either: set[asyncio.Future[Any]] = {ended, leave}
         await asyncio.wait(either, timeout=self._options.wind_down, return_when=asyncio.FIRST_COMPLETED)
-        leave.cancel()
         if not work.done():
             left = self._batch.counts.in_flight if self._batch else 0
             _say(f"left without waiting for {left} rollouts; their workers cancel them")
-        ended.cancel()
-        with suppress(asyncio.CancelledError):
-            await ended
+        await end(leave, cancel, ended)
 
     async def _cancel_batch(self) -> None:
         if self._batch is None:

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from producer.batch import Batch, Counts, Requests
 from producer.broker import JobState
 from producer.client import Producer, RolloutHandle
-from producer.connection import CancelAnswer
+from producer.connection import CancelAnswer, end
 from producer.contract import RolloutRequest, RolloutResult
 from producer.results import START
 from producer.settings import ProducerSettings
@@ -37,9 +37,15 @@ class _Loop:
             raise
 
     def stop(self) -> None:
+        self.run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @staticmethod
+    async def _end_tasks() -> None:
+        await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
+        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 class SyncProducer:

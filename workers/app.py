@@ -10,6 +10,7 @@ from celery import Celery, signals
 
 import workers.pool  # noqa: F401  # a dotted pool path must be importable before Celery looks for it
 from producer import broker
+from workers import transport
 from workers.fleet import Fleet
 from workers.settings import WorkerSettings
 from workers.tasks import register_tasks
@@ -23,6 +24,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     app.config_from_object(
         broker.celery_config(settings.redis_url)
         | {
+            "broker_transport": transport.NAME,
             "worker_pool": "workers.pool:AsyncioPool",
             "worker_concurrency": settings.concurrency,
             "beat_schedule": {

@@ -140,7 +140,7 @@ class Job:
         return self._context
 
 
-_current: ContextVar[Job] = ContextVar("rollouts_current_job")
+_current: ContextVar[Job] = ContextVar("current_job")
 
 
 def current_job() -> Job:

@@ -150,6 +150,7 @@ class Cleanup:
             self._rollout.fail(
                 error.info(self._rollout.phase)
             )  # first: a failed release must not hide the cause
+        self._rollout.last_phase = self._rollout.phase
         self._rollout.enter(Phase.CLEANUP)
         began = time.monotonic()
         try:

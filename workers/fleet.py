@@ -86,7 +86,7 @@ class Fleet:
             loop_thread=lambda: pool.loop_thread_id,
             on_lost=self._end_early,
             report=self._report,
-            duties=lambda trusted: self._sweep(keeper_store, trusted),
+            duties=lambda: self._sweep(keeper_store),
         )
         self.keeper.start()
         try:
@@ -175,7 +175,7 @@ class Fleet:
             )
             raise Ignore
         if job.cancel_reason in {CancelReason.CANCELLED, CancelReason.REVOKED}:
-            error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled while it ran", phase=rollout.phase)
+            error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled while it ran", phase=rollout.last_phase)
             rollout.error = error
             return rollout.result(StopCondition.CANCELLED)
         raise Ignore if job.cancel_reason is CancelReason.LEASE_LOST else asyncio.CancelledError
@@ -232,8 +232,15 @@ class Fleet:
             logger.warning("%s: %s, ending it", rollout_id, renewal, extra=_about(rollout_id))
             held[0].cancel(_REASONS[renewal])
 
-    def _sweep(self, store: JobStore, trusted: bool) -> None:
-        counts = sweep(store, self.app, trusted=trusted)
+    def sweep(self) -> None:
+        """Do the sweep if it is due, for beat; Redis being away is no error, the next one comes soon."""
+        try:
+            self._sweep(self.store)
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            logger.warning("no sweep, Redis does not answer: %s", error, extra={"stage": "sweep"})
+
+    def _sweep(self, store: JobStore) -> None:
+        counts = sweep(store, self.app, trusted=self.keeper.trusts_leases)
         if any(counts.values()):
             logger.info("sweep: %s", counts, extra={"stage": "sweep"})
 

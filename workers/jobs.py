@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import orjson
 import redis
 from celery import Celery
 
@@ -177,7 +178,7 @@ class JobStore:
             int(front),
             self._message(rollout_id, priority),
         ]
-        return Requeue(self._requeue(keys=keys, args=[*args, line]).decode())
+        return Requeue(self._requeue(keys=keys, args=[*args, line, broker.pending_base(priority)]).decode())
 
     def lapsed(self, limit: int = 1000) -> list[Lapsed]:
         """Return running rollouts whose lease has lapsed, the longest first."""
@@ -203,31 +204,39 @@ class JobStore:
 
     def wake_delayed(self) -> int:
         """Send the messages of delayed rollouts whose time has come; returns how many."""
-        return self._wake_from(broker.DELAYED, age=0.0)
+        return self._wake_up_to(broker.DELAYED, 0, self.now_ms())
 
     def resend_missing(self, age: float) -> int:
-        """Send the messages of rollouts that have been pending for ``age`` seconds while the queue is empty.
+        """Send the messages of rollouts that wait but are in no queue; returns how many.
 
-        A message is lost when its worker dies between taking it and claiming; kombu would restore it much later. While
-        the queue is not empty nothing can be told apart, and nothing is urgent either.
+        A message is lost when its worker dies, or Redis goes away, after it was taken and before the rollout was
+        claimed. A list is served in order, so whatever should have been served ``age`` seconds before the message that
+        is next has no message any more. A message too many is harmless.
         """
-        if any(self.client.llen(key) for key in broker.queue_keys()):
-            return 0
-        return self._wake_from(broker.PENDING, age)
+        resent, now = 0, self.now_ms()
+        for priority, key in zip(broker.PRIORITY_STEPS, broker.queue_keys(), strict=True):
+            base = broker.pending_base(priority)
+            upcoming = self.client.lindex(key, -1)
+            if upcoming is None:
+                limit: float = base + now
+            else:
+                score = self.client.zscore(broker.PENDING, orjson.loads(upcoming)["headers"]["id"])
+                if score is None:  # a duplicate, which the next free worker drops
+                    continue
+                limit = score
+            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000)
+        return resent
 
-    def _wake_from(self, key: str, age: float, limit: int = 1000) -> int:
-        age_ms = int(age * 1000)
-        ids = self.client.zrangebyscore(key, "-inf", self.now_ms() - age_ms, start=0, num=limit)
+    def _wake_up_to(self, key: str, low: float, high: float, limit: int = 1000) -> int:
         woken = 0
-        for rollout_id in (i.decode() for i in ids):
+        for rollout_id in (i.decode() for i in self.client.zrangebyscore(key, low, high, start=0, num=limit)):
             priority = self.client.hget(broker.job_key(rollout_id), "priority")
             if priority is None:  # the record expired: nothing is left to run
                 self.client.zrem(key, rollout_id)
                 continue
             keys = [key, broker.PENDING, broker.queue_key(int(priority))]
-            woken += int(
-                self._wake(keys=keys, args=[rollout_id, self._message(rollout_id, int(priority)), age_ms])
-            )
+            args = [rollout_id, self._message(rollout_id, int(priority)), high, broker.pending_base(int(priority))]
+            woken += int(self._wake(keys=keys, args=args))
         return woken
 
     def now_ms(self) -> int:

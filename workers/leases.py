@@ -50,7 +50,7 @@ class LeaseKeeper(threading.Thread):
         loop_thread: Callable[[], int | None],
         on_lost: Callable[[str, Renewal], None],
         report: Callable[[], dict[str, Any]],
-        duties: Callable[[bool], None],
+        duties: Callable[[], None],
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self.interval = store.lease_ttl / 4
@@ -89,6 +89,14 @@ class LeaseKeeper(threading.Thread):
         with self._lock:
             return list(self._held.items())
 
+    @property
+    def trusts_leases(self) -> bool:
+        """Whether a lapsed lease means a dead worker.
+
+        Not until one TTL after Redis came back: until then, living workers could not renew theirs either.
+        """
+        return time.monotonic() >= self._trusted_from
+
     def stop(self) -> None:
         """End the thread; what is still held lapses. The worker's report is withdrawn."""
         self._stopping.set()
@@ -104,7 +112,7 @@ class LeaseKeeper(threading.Thread):
                 if now >= due:
                     self._renew()
                     self._note_contact()
-                    self._duties(time.monotonic() >= self._trusted_from)
+                    self._duties()
                     due = now + self.interval
                 if now >= reported + _REPORT_INTERVAL:
                     self._send_report()
@@ -151,7 +159,6 @@ class LeaseKeeper(threading.Thread):
         return True
 
     def _note_contact(self) -> None:
-        """Believe no lease lapsed until one TTL after Redis came back: its owners could not renew meanwhile."""
         now = time.monotonic()
         if now - self._last_contact > self._store.lease_ttl / 2:
             self._trusted_from = now + self._store.lease_ttl

@@ -216,6 +216,8 @@ class AsyncioPool(BasePool):
 
     def _enqueue(self, job: Job) -> None:
         self._waiting.append(job)
+        if self._closing:
+            self._drop_waiting()
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -275,6 +277,7 @@ class AsyncioPool(BasePool):
     def _finish(self, job: Job) -> None:
         self._jobs.pop(job.pid, None)
         job.state = RunState.FINISHED
+        job.coroutine = None  # its error's traceback leads back to the job: a cycle
         self._running -= 1
         self._start_waiting()
         if self._closing:

@@ -59,6 +59,8 @@ class Rollout:
     error: ErrorInfo | None = None
 
     phase: Phase = Phase.REGISTER
+    #: The phase in which the attempt was when its clean-up began.
+    last_phase: Phase = Phase.REGISTER
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     on_phase: Callable[[Phase], None] | None = field(default=None, repr=False)

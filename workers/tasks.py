@@ -10,7 +10,6 @@ from producer import broker
 from producer.contract import RolloutResult, StopCondition
 from workers.fleet import Fleet
 from workers.pool import AsyncTask, current_job
-from workers.sweep import sweep
 
 
 def register_tasks(app: Celery, fleet: Fleet) -> None:
@@ -47,4 +46,4 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
     @app.task(name=broker.SWEEP, ignore_result=True)
     def sweep_lapsed() -> None:
         """Requeue what dead workers left behind."""
-        sweep(fleet.store, app)
+        fleet.sweep()

@@ -69,8 +69,10 @@ class LoopThread:
         self._on_lost = on_lost
         self._exit_grace = exit_grace
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._main_task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
         self._stopping = False
+        self._exited = threading.Event()
         self.lag = LoopLag()
         # Daemon threads, here and below: what hangs in them must not keep a process from exiting.
         self.thread = threading.Thread(target=self._run, name="event-loop", daemon=True)
@@ -79,8 +81,12 @@ class LoopThread:
     def start(self) -> None:
         """Run the loop and enter the lifespan; raises what entering raised, or what ends the worker meanwhile."""
         self.thread.start()
-        while not wait([self._ready], timeout=0.1).done:
-            maybe_shutdown()
+        try:
+            while not wait([self._ready], timeout=0.1).done:
+                maybe_shutdown()
+        except BaseException:
+            self.stop()
+            raise
         self._ready.result()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
@@ -96,17 +102,27 @@ class LoopThread:
     def stop(self) -> None:
         """Exit the lifespan and end the loop, in bounded time; doing it again is fine."""
         self._stopping = True
-        if self._stop is None:
+        if self.thread.ident is None:
             return
-        self.call(self._stop.set)
-        self.thread.join(self._exit_grace + 5.0)
+        self.call(self._end)
+        self._exited.wait(self._exit_grace + 1.0)
+        # What is left now are coroutines that outlived their own grace: the loop cancels them, and waits for them.
+        self.thread.join(1.0)
         if self.thread.is_alive():
-            logger.error("The event loop did not end within %s s and is left behind", self._exit_grace)
+            logger.error("The event loop did not end and is left behind")
+
+    def _end(self) -> None:
+        self._stop.set()
+        if not self._ready.done() and self._main_task is not None:
+            self._main_task.cancel()
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._main())
+                try:
+                    runner.run(self._main())
+                finally:
+                    self._exited.set()
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)  # raised by `start`
@@ -116,8 +132,8 @@ class LoopThread:
             self._on_lost()
 
     async def _main(self) -> None:
+        self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._lifespan())
             watch = asyncio.create_task(self.lag.watch())

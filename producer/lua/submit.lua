@@ -31,7 +31,8 @@ for i = 1, #KEYS - FIRST do
     redis.call('HSET', job, 'request', ARGV[at + 1], 'state', 'pending', 'attempt', 0, 'spent', 0,
       'batch', ARGV[at + 2], 'max_attempts', ARGV[at + 3], 'priority', ARGV[at + 4], 'enqueued_ms', now)
     redis.call('EXPIRE', job, ARGV[1])
-    redis.call('ZADD', KEYS[1], now, ARGV[at])
+    -- Scored by list, then time: the lists are KEYS 2 to 5, and 10^14 is broker.LIST_SPAN.
+    redis.call('ZADD', KEYS[1], (tonumber(ARGV[at + 5]) - 2) * 1e14 + now, ARGV[at])
     -- kombu takes messages from the right end of the list.
     redis.call('LPUSH', KEYS[tonumber(ARGV[at + 5])], ARGV[at + 6])
   end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -29,6 +29,8 @@ class StandInWorker(threading.Thread):
         super().__init__(daemon=True)
         self.app = Celery("stand-in", set_as_current=False)
         self.app.config_from_object(broker.celery_config(url))
+        # kombu's blocking read, which closing a connection waits for, takes a second by default.
+        self.app.conf.broker_transport_options |= {"polling_interval": 0.05}
         self.client = redis.Redis.from_url(url)
         self.behaviour: Behaviour = complete
         self.started: list[str] = []
@@ -41,10 +43,8 @@ class StandInWorker(threading.Thread):
             queue = self.app.amqp.queues[broker.QUEUE]
             with Consumer(connection, [queue], accept=["json"], on_message=self.receive, prefetch_count=1):
                 while not self._stopping.is_set():
-                    try:
+                    with contextlib.suppress(TimeoutError):
                         connection.drain_events(timeout=0.05)
-                    except socket.timeout:  # noqa: UP041
-                        pass
                     self.end_cancelled()
 
     def stop(self) -> None:

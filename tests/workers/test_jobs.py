@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import orjson
 import pytest
 import redis
 from celery import Celery
@@ -177,16 +178,52 @@ def test_a_delayed_rollout_waits_for_its_time(store: JobStore) -> None:
     assert store.client.llen(broker.queue_key(3)) == 1
 
 
-def test_a_lost_message_is_sent_again_once_the_queue_is_empty(store: JobStore) -> None:
-    claim = claimed(store)
-    store.release(request(), claim.attempt, why="x")
-    store.client.zadd(broker.PENDING, {"r1": 1})
+def waiting(store: JobStore, rollout_id: str, **fields: object) -> None:
+    """Have a rollout wait in the queue, a minute later than the one before."""
+    claim = claimed(store, rollout_id=rollout_id, **fields)
+    offered = request(rollout_id, **fields)
+    assert store.release(offered, claim.attempt, why="x") is Requeue.REQUEUED
+    waiting = int(store.client.zcard(broker.PENDING))
+    store.client.zadd(broker.PENDING, {rollout_id: broker.pending_base(offered.priority) + waiting * 60_000})
+
+
+def test_a_lost_message_is_sent_again_when_the_queue_is_empty(store: JobStore) -> None:
+    waiting(store, "r1")
     assert store.resend_missing(age=1) == 0, "its message is still there"
 
     store.client.delete(broker.queue_key(3))
 
     assert store.resend_missing(age=1) == 1
     assert store.client.llen(broker.queue_key(3)) == 1
+    assert store.resend_missing(age=1) == 0
+
+
+def test_a_lost_message_is_found_in_a_queue_that_never_empties(store: JobStore) -> None:
+    for n in range(4):
+        waiting(store, f"r{n}")
+    assert store.resend_missing(age=1) == 0
+    store.client.rpop(broker.queue_key(3), 2)  # r0 and r1 are taken, and their worker dies
+
+    assert store.resend_missing(age=1) == 2
+    ids = [orjson.loads(m)["headers"]["id"] for m in store.client.lrange(broker.queue_key(3), 0, -1)]
+    assert sorted(ids) == ["r0", "r1", "r2", "r3"]
+
+
+def test_starved_low_priorities_are_not_taken_for_lost(store: JobStore) -> None:
+    for n in range(4):
+        waiting(store, f"low{n}", priority=9)
+    waiting(store, "high", priority=0)
+    claim = store.claim("high", "w")
+    assert isinstance(claim, Claim)
+    assert store.resend_missing(age=1) == 0
+
+
+def test_what_was_put_to_the_front_is_not_taken_for_lost_and_hides_nothing(store: JobStore) -> None:
+    for n in range(3):
+        waiting(store, f"r{n}")
+    claim = claimed(store, rollout_id="front")
+    store.release(request("front"), claim.attempt, why="drained", front=True)
+    assert orjson.loads(store.client.lindex(broker.queue_key(3), -1))["headers"]["id"] == "front"
     assert store.resend_missing(age=1) == 0
 
 

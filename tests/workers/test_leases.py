@@ -36,7 +36,7 @@ class Keeping:
             loop_thread=lambda: None,
             on_lost=lambda rollout_id, renewal: self.ended.append((rollout_id, renewal)),
             report=lambda: {"running": 1},
-            duties=self.trusted.append,
+            duties=lambda: self.trusted.append(self.keeper.trusts_leases),
         )
 
     def claim(self, rollout_id: str) -> Claim:

@@ -579,7 +579,7 @@ def test_the_hard_time_limit_abandons_the_outcome(app: Celery, driver: Driver) -
         return "never"
 
     job = driver.apply(registered(app, stubborn), notes=notes, soft_timeout=0.03, timeout=0.08)
-    wait_until(lambda: job.state is RunState.FINISHED)
+    wait_until(lambda: job.state is RunState.FINISHED and len(notes.told) == 3)
     assert notes.told[1:] == [("timeout", True, 0.03), ("timeout", False, 0.08)]
     assert ended == [1]
     assert driver.pool.info["in-flight"] == 0
@@ -634,15 +634,19 @@ def test_a_lifespan_that_cannot_be_entered_fails_the_start(app: Celery) -> None:
 def test_a_lifespan_that_takes_long_does_not_delay_a_shutdown(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
     async def lifespan(_: AsyncioPool) -> AsyncIterator[None]:
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(1)
         yield
 
+    left: list[int] = []
     app.pool_lifespan = lifespan
     pool = AsyncioPool(1, app=app)
     monkeypatch.setattr(worker_state, "should_stop", 0)
     with pytest.raises(WorkerShutdown):
         pool.start()
-    pool.stop()
+    assert left == [1]
     assert not pool.did_start_ok()
 
 
@@ -811,9 +815,12 @@ def test_a_cold_shutdown_does_not_wait_for_ever(app: Celery, caplog: pytest.LogC
     driver.pool.start()
     driver.apply(registered(app, hang))
     assert entered.wait(5)
-    threading.Timer(0.5, give_up.set).start()
+    began = time.monotonic()
     driver.pool.terminate()
+    assert time.monotonic() - began < 5
     assert "id-hang" in caplog.text
+    give_up.set()
+    wait_until(lambda: not driver.pool.did_start_ok())
 
 
 def test_a_signal_handler_turns_a_warm_shutdown_into_a_cold_one_without_waiting(app: Celery) -> None:
@@ -865,6 +872,6 @@ def test_ten_thousand_jobs_at_once_need_no_threads_of_their_own(app: Celery) -> 
         driver.apply(task, notes=notes)
     wait_until(lambda: len(entered) == 10_000)
     assert threading.active_count() <= threads
-    driver.pool._loop.call(lambda: go[0].set())
+    driver.pool._loop.call(go[0].set)
     driver.pool.stop()
     assert notes.names().count("result") == 10_000

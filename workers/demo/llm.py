@@ -28,6 +28,7 @@ SAMPLING_PARAMS: dict[str, Any] = {"temperature": 0.8, "max_tokens": 32, "stop":
 CONTEXT = 8192  #: tokens, shared by the slots
 SLOTS = 4
 THREADS = 2
+LONGEST = 64  #: tokens of an answer to a request that sets no limit
 
 CHAT_TEMPLATE = """\
 {{- "Question: A box holds 3 rows of 4 eggs, and 2 more lie on top. How many eggs are there? Formula: 3 * 4 + 2\\n" -}}
@@ -118,7 +119,9 @@ def serve(path: Path, host: str, port: int, api_key: str | None) -> None:
     params.use_jinja = True
     params.n_ctx = CONTEXT
     params.n_parallel = SLOTS
+    params.n_predict = LONGEST
     params.cpuparams.n_threads = THREADS
+    params.cpuparams.poll = 0  # waiting threads must not spin: workers and agents want the same cores
     params.hostnames = [host]
     params.port = port
     params.ui = False

@@ -2,7 +2,7 @@
 -- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list
 -- ARGV: 1 rollout id, 2 attempt, 3 "lapsed" (only when the lease lapsed) or "owned" (by the worker that holds it),
 --       4 1 when the attempt counts, 0 when it does not, 5 delay (ms), 6 1 to put it at the queue's front,
---       7 message, 8 line for the history
+--       7 message, 8 line for the history, 9 score in the pending set with which its list's rollouts begin
 -- Returns "requeued", "exhausted" or "cancelled" (nothing was changed: end it instead), or "stale" (not ours to move).
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'spent', 'max_attempts', 'cancel', 'history')
 if record[1] ~= 'running' or record[2] ~= ARGV[2] then return 'stale' end
@@ -23,8 +23,13 @@ redis.call('ZREM', KEYS[2], ARGV[1])
 if tonumber(ARGV[5]) > 0 then
   redis.call('ZADD', KEYS[4], now + ARGV[5], ARGV[1])
 else
-  redis.call('ZADD', KEYS[3], now, ARGV[1])
   -- kombu takes messages from the right end of the list.
-  redis.call(ARGV[6] == '1' and 'RPUSH' or 'LPUSH', KEYS[5], ARGV[7])
+  if ARGV[6] == '1' then
+    redis.call('ZADD', KEYS[3], ARGV[9], ARGV[1])
+    redis.call('RPUSH', KEYS[5], ARGV[7])
+  else
+    redis.call('ZADD', KEYS[3], ARGV[9] + now, ARGV[1])
+    redis.call('LPUSH', KEYS[5], ARGV[7])
+  end
 end
 return 'requeued'

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -19,6 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from support import wait_until
 
+from workers.errors import GatewayError
+from workers.gateway.client import HttpGateway
+from workers.gateway.protocol import Registration
 from workers.gateway.server import create_app
 from workers.gateway.server.serve import server_config
 
@@ -190,7 +194,7 @@ class Client(httpx.Client):
 
 
 @pytest.fixture(scope="session")
-def _shared() -> Iterator[tuple[ModelServer, Served, Served]]:
+def shared() -> Iterator[tuple[ModelServer, Served, Served]]:
     model = ModelServer()
     upstream = Served(model.app)
     gateway = Served(create_app(upstream=upstream.url, upstream_api_key="upstream-key"))
@@ -201,21 +205,21 @@ def _shared() -> Iterator[tuple[ModelServer, Served, Served]]:
 
 
 @pytest.fixture
-def model(_shared: tuple[ModelServer, Served, Served]) -> ModelServer:
+def model(shared: tuple[ModelServer, Served, Served]) -> ModelServer:
     """The scripted model server behind `gateway`."""
-    _shared[0].reset()
-    return _shared[0]
+    shared[0].reset()
+    return shared[0]
 
 
 @pytest.fixture
-def model_url(_shared: tuple[ModelServer, Served, Served]) -> str:
-    return _shared[1].url
+def model_url(shared: tuple[ModelServer, Served, Served]) -> str:
+    return shared[1].url
 
 
 @pytest.fixture
-def gateway(_shared: tuple[ModelServer, Served, Served], model: ModelServer) -> Iterator[Client]:
+def gateway(shared: tuple[ModelServer, Served, Served], model: ModelServer) -> Iterator[Client]:
     """A client of a running gateway without a control key."""
-    with Client(base_url=_shared[2].url, timeout=20) as client:
+    with Client(base_url=shared[2].url, timeout=20) as client:
         yield client
 
 
@@ -257,3 +261,96 @@ def answer_of() -> Callable[..., Body]:
 @pytest.fixture
 def events_of() -> Callable[..., list[bytes]]:
     return chunks_of
+
+
+class ScriptedGateway:
+    """A server of raw HTTP that notes each request, and answers or drops it as scripted.
+
+    A script's entry is ``(status, body)``, "drop" to close the connection unanswered, or a coroutine function that
+    returns one of these. Without a script it answers 200 with the request's own rollout id.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.script: list[Any] = []
+        self.connections = 0
+
+    @property
+    def calls(self) -> list[str]:
+        return [f"{method} {path.partition('?')[0].rpartition('/')[2]}" for method, path, _, _ in self.requests]
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while line := await reader.readline():
+                method, path, _ = line.decode().split()
+                headers = {}
+                while header := (await reader.readline()).decode().strip():
+                    name, _, value = header.partition(": ")
+                    headers[name.lower()] = value
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.requests.append((method, path, headers, body))
+                answer = self.script.pop(0) if self.script else (200, {"rollout_id": path.split("/")[3]})
+                if callable(answer):
+                    answer = await answer()
+                if answer == "drop":
+                    return
+                status, content = answer
+                raw = content if isinstance(content, bytes) else orjson.dumps(content)
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(raw), raw))
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+Act = Callable[[HttpGateway, str, ScriptedGateway], Awaitable[Any]]
+
+
+def run_against(script: list[Any], act: Act, **settings: Any) -> tuple[Any, ScriptedGateway]:
+    """Run ``act`` against a scripted gateway."""
+
+    async def body() -> Any:
+        client = HttpGateway(retry_delay=0.001, **settings)
+        try:
+            async with scripted.run() as url:
+                return await act(client, url, scripted)
+        finally:
+            await client.aclose()
+
+    scripted = ScriptedGateway()
+    scripted.script = script
+    return asyncio.run(asyncio.wait_for(body(), 60)), scripted
+
+
+async def hold(client: HttpGateway, url: str, _: ScriptedGateway) -> None:
+    async with client.registered(url, "r-1", Registration(model="m"), api_key="agent-key"):
+        pass
+
+
+def run_failing(script: list[Any], act: Act = hold, **settings: Any) -> tuple[GatewayError, ScriptedGateway]:
+    """Run ``act``, which must raise a GatewayError."""
+
+    async def caught(client: HttpGateway, url: str, scripted: ScriptedGateway) -> GatewayError:
+        with pytest.raises(GatewayError) as caught:
+            await act(client, url, scripted)
+        return caught.value
+
+    return run_against(script, caught, **settings)
+
+
+@pytest.fixture
+def against() -> Callable[..., Any]:
+    """Run a coroutine function with a client and a gateway that answers a script."""
+    return run_against
+
+
+@pytest.fixture
+def failing() -> Callable[..., Any]:
+    """As ``against``, for one that must raise a GatewayError, which is returned."""
+    return run_failing

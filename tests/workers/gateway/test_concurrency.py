@@ -50,15 +50,15 @@ def waiting(shared: Any, rollout: str) -> int:
 
 
 def test_calls_of_one_rollout_follow_each_other_and_a_trajectory_waits_for_them(
-    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, _shared: Any
+    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, shared: Any
 ) -> None:
     rollout = gateway.register()
     first: Future[Any] = pool.submit(gateway.chat, rollout, "one")
     assert held.asked.wait(20)
     second = pool.submit(gateway.chat, rollout, "two")
-    wait_until(lambda: waiting(_shared, rollout) == 1)
+    wait_until(lambda: waiting(shared, rollout) == 1)
     trajectory = pool.submit(gateway.trajectory, rollout)
-    wait_until(lambda: waiting(_shared, rollout) == 2)
+    wait_until(lambda: waiting(shared, rollout) == 2)
     assert len(model.requests) == 1
     held.released.set()
     assert (first.result(20).status_code, second.result(20).status_code) == (200, 200)
@@ -93,13 +93,13 @@ def test_cancel_is_immediate_and_the_call_in_flight_ends_and_is_recorded(
 
 
 def test_a_call_that_waited_while_its_rollout_was_cancelled_is_409(
-    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, _shared: Any
+    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, shared: Any
 ) -> None:
     rollout = gateway.register()
     first = pool.submit(gateway.chat, rollout)
     assert held.asked.wait(20)
     second = pool.submit(gateway.chat, rollout)
-    wait_until(lambda: waiting(_shared, rollout) == 1)
+    wait_until(lambda: waiting(shared, rollout) == 1)
     gateway.post(f"/v1/rollouts/{rollout}/cancel")
     held.released.set()
     assert (first.result(20).status_code, second.result(20).status_code) == (200, 409)
@@ -156,13 +156,13 @@ def test_an_agent_that_disconnects_in_mid_call_still_has_its_turn_recorded(gatew
 
 
 def test_a_call_whose_agent_left_while_it_waited_is_not_made(
-    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, _shared: Any
+    gateway: Any, model: Any, held: Held, pool: ThreadPoolExecutor, shared: Any
 ) -> None:
     rollout = gateway.register()
     first = pool.submit(gateway.chat, rollout)
     assert held.asked.wait(20)
     abandoned = send_chat(gateway, rollout)
-    wait_until(lambda: waiting(_shared, rollout) == 1)
+    wait_until(lambda: waiting(shared, rollout) == 1)
     abandoned.close()
     assert gateway.get("/healthz").status_code == 200  # served after the close was seen by the same event loop
     held.released.set()

@@ -54,8 +54,16 @@ def test_a_rate_limit_passes_with_its_retry_after(gateway: Any, model: Any) -> N
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"<html>", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"message": null}]}', b'{"choices": [1]}']
-    + [b'{"choices": [{"message": {"role": "assistant", "tool_calls": "x"}}]}'],
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [1]}',
+        b'{"choices": [{"message": null}]}',
+        b'{"choices": [{"message": {"role": "assistant", "tool_calls": "x"}}]}',
+    ],
 )
 def test_an_answer_that_is_no_completion_is_502(gateway: Any, model: Any, body: bytes) -> None:
     rollout = gateway.register()
@@ -165,10 +173,10 @@ def test_a_refusal_that_is_final_tells_openai_clients_not_to_retry(gateway: Any)
 
 def test_a_fault_of_the_gateways_own_is_json_too(gateway: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("a fault")
+        raise RuntimeError("internal words")
 
     monkeypatch.setattr("workers.gateway.server.chat.close_turn", broken)
     answer = gateway.chat(gateway.register())
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "gateway_error"
-    assert "a fault" not in answer.text
+    assert "internal words" not in answer.text

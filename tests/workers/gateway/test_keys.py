@@ -75,9 +75,9 @@ def test_a_rollout_registered_without_a_key_takes_any(gateway: Any) -> None:
     assert gateway.get(f"/v1/rollouts/{rollout}/models", headers=headers).status_code == 200
 
 
-def test_the_gateway_keeps_no_key_in_the_clear(gateway: Any, _shared: Any) -> None:
+def test_the_gateway_keeps_no_key_in_the_clear(gateway: Any, shared: Any) -> None:
     rollout = gateway.register(key="very-secret-key")
-    kept = _shared[2].app.state.recorder.get(rollout)
+    kept = shared[2].app.state.recorder.get(rollout)
     assert "very-secret-key" not in repr(vars(kept))
     assert b"very-secret-key" not in repr(vars(kept)).encode()
 

@@ -31,7 +31,9 @@ def test_a_conversation_with_a_tool_call(
     assert first.tool_calls[0].id == "call_1"
     tool = {"role": "tool", "tool_call_id": "call_1", "content": "a.py"}
     messages: Any = [*MESSAGES, first.model_dump(exclude_none=True), tool]
-    assert agent.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0].message.content == "hello"
+    assert (
+        agent.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0].message.content == "hello"
+    )
     flat = [{"id": "call_1", "name": "bash", "arguments": '{"command": "ls"}'}]
     assert [m.get("tool_calls") for m in gateway.trajectory("r-sdk")["completion"]] == [flat, None, None]
 

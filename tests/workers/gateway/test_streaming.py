@@ -69,7 +69,11 @@ def test_the_first_chunk_reaches_the_agent_before_the_upstream_sends_the_second(
     rollout, gate = gateway.register(), threading.Event()
     first, *rest = events_of(answer_of("ab"))
     model.will(lambda _: model.events([first, lambda: gate.wait(20), *rest]))
-    fields = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "stream_options": {"include_usage": True}}
+    fields = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     with gateway.stream("POST", f"/v1/rollouts/{rollout}/chat/completions", json=fields) as answer:
         parts = answer.iter_raw()
         assert next(parts) == first
@@ -91,7 +95,9 @@ def test_events_that_chunks_cut_anywhere_arrive_whole_and_comments_pass(
     gateway: Any, model: Any, answer_of: Callable[..., Any], events_of: Callable[..., list[bytes]]
 ) -> None:
     rollout = gateway.register()
-    whole = b": keep-alive\n\n" + b"".join(events_of(answer_of("cut anywhere"), usage=False)).replace(b"\n\n", b"\r\n\r\n")
+    whole = b": keep-alive\n\n" + b"".join(events_of(answer_of("cut anywhere"), usage=False)).replace(
+        b"\n\n", b"\r\n\r\n"
+    )
     model.will(lambda _: model.events([whole[i : i + 7] for i in range(0, len(whole), 7)]))
     assert stream_of(gateway, rollout) == whole
     assert gateway.trajectory(rollout)["completion"][0]["content"] == "cut anywhere"
@@ -115,7 +121,11 @@ def test_an_events_data_lines_are_joined() -> None:
 
 def test_tool_calls_without_an_index_are_told_apart_by_their_ids() -> None:
     assembler = CompletionAssembler()
-    for part in ({"id": "a", "function": {"name": "f", "arguments": "{"}}, {"function": {"arguments": "}"}}, {"id": "b"}):
+    for part in (
+        {"id": "a", "function": {"name": "f", "arguments": "{"}},
+        {"function": {"arguments": "}"}},
+        {"id": "b"},
+    ):
         assembler.feed(orjson.dumps({"choices": [{"delta": {"tool_calls": [part]}}]}))
     calls = assembler.completion()["choices"][0]["message"]["tool_calls"]
     assert [(call["id"], call["function"]["arguments"]) for call in calls] == [("a", "{}"), ("b", "")]
@@ -140,8 +150,8 @@ def test_an_agent_that_leaves_its_stream_ends_the_upstreams_call_and_leaves_a_pa
     assert step["tokens"]["completion_ids"] == [97, 98, 99]
     assert step["extras"] == {"partial": True}
     assert step["is_truncated"] is recorded["is_truncated"] is True
-    gate.set()
     wait_until(lambda: model.left_early == 1, what="the upstream to notice")
+    gate.set()
 
 
 def test_an_agent_that_leaves_before_anything_came_leaves_no_step(gateway: Any, model: Any) -> None:
@@ -199,7 +209,9 @@ def test_a_chunk_that_is_none_is_a_failure(gateway: Any, model: Any, chunk: byte
 
 def test_a_streamed_call_that_fails_before_its_first_byte_has_a_status_of_its_own(gateway: Any, model: Any) -> None:
     rollout = gateway.register()
-    model.will(Response(b'{"error": {"message": "too long"}}', 400), Response(b"{}", 200, media_type="application/json"))
+    model.will(
+        Response(b'{"error": {"message": "too long"}}', 400), Response(b"{}", 200, media_type="application/json")
+    )
     assert gateway.chat(rollout, stream=True).json()["detail"] == "too long"
     answer = gateway.chat(rollout, stream=True)
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "upstream_malformed")

@@ -102,7 +102,9 @@ class StreamedCall(Response):
             if isinstance(error, UpstreamError):
                 note_failure(self._rollout, error)
             if not started:
-                await json_response(error.agents_body, error.status_code, dict(error.headers or {}))(scope, receive, send)
+                await json_response(error.agents_body, error.status_code, dict(error.headers or {}))(
+                    scope, receive, send
+                )
                 return
             if self._assembler.error is None:  # else the upstream's own event has told the agent
                 event = b"data: " + orjson.dumps(error.agents_body) + b"\n\n"

@@ -12,7 +12,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from workers.gateway.server.app import MAX_BODY_BYTES, create_app
-from workers.gateway.server.upstream import base_url, shown_url
+from workers.gateway.server.upstream import base_url
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     )
     with listen(settings.host, settings.port) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each model call
         logger.info("%s", _startup_line(settings, listener))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its own orderly shutdown
             uvicorn.Server(server_config(app, settings.shutdown_grace)).run(sockets=[listener])
@@ -108,7 +109,7 @@ def _startup_line(settings: GatewaySettings, listener: socket.socket) -> str:
     shown = f"[{host}]" if ":" in host else host
     control = "with a control key" if settings.control_key_value else "without a control key"
     return (
-        f"rollout gateway on http://{shown}:{port} {control}, upstream {shown_url(base_url(settings.upstream))}; "
+        f"rollout gateway on http://{shown}:{port} {control}, upstream {base_url(settings.upstream)}; "
         "routes: POST /v1/rollouts/ID/{register,cancel,unregister,chat/completions}, "
         "GET /v1/rollouts/ID/{trajectory,models}, GET /healthz, GET /readyz"
     )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 import orjson
@@ -28,6 +28,8 @@ _KINDS = {400: "invalid_request_error", 413: "invalid_request_error", 429: "rate
 def base_url(upstream: str) -> str:
     """Return the upstream's base with its ``/v1``, which may be left out when the URL has no path.
 
+    A user and password in the URL are not in it, so that no log can show them.
+
     Raises:
         ValueError: it is no http(s) URL.
     """
@@ -36,13 +38,12 @@ def base_url(upstream: str) -> str:
         raise ValueError(
             f"{upstream!r} is not an http(s) URL; give the model server's base, such as http://host:8000/v1"
         )
-    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/") or "/v1", "", ""))
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/") or "/v1", "", ""))
 
 
-def shown_url(url: str) -> str:
-    """Return ``url`` without the user and password that it may hold."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def _credentials(upstream: str) -> httpx.BasicAuth | None:
+    parts = urlsplit(upstream.strip())
+    return httpx.BasicAuth(unquote(parts.username), unquote(parts.password or "")) if parts.username else None
 
 
 class Upstream:
@@ -59,6 +60,7 @@ class Upstream:
             headers["authorization"] = f"Bearer {api_key}"
         self._client = httpx.AsyncClient(  # one for all: building a TLS context takes 20 ms on the event loop
             headers=headers,
+            auth=None if api_key else _credentials(upstream),
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY
@@ -124,7 +126,7 @@ class Upstream:
     @contextlib.contextmanager
     def _mapped(self) -> Any:
         """Turn httpx's exceptions into `UpstreamError`."""
-        where = shown_url(self.base_url)
+        where = self.base_url
         try:
             yield
         except httpx.ConnectTimeout:

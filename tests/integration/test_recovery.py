@@ -1,0 +1,238 @@
+"""What dies and comes back: workers killed and stopped, Redis restarted, beat gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+from support import RedisServer, wait_until
+
+from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer.contract import ErrorKind, StopCondition
+from producer.settings import ProducerSettings
+from workers.local import LocalStack, StackOptions
+
+TTL = 2.0
+
+
+@contextmanager
+def fleet(tmp_path: Path, **options: Any) -> Iterator[LocalStack]:
+    settings = {"ROLLOUTS_LEASE_TTL": str(TTL)}
+    with LocalStack(StackOptions(log_dir=tmp_path / "logs", settings=settings, **options)) as stack:
+        yield stack
+
+
+def waiting_requests(count: int, command: str) -> list[RolloutRequest]:
+    return [
+        RolloutRequest.parse({"model": "stand-in", "example_id": n, "run_command": command}) for n in range(count)
+    ]
+
+
+class Collector:
+    """Submits requests and collects results in a thread's own event loop, while the test breaks things."""
+
+    def __init__(self, redis_url: str, requests: list[RolloutRequest]) -> None:
+        self.results: list[RolloutResult] = []
+        self._url, self._requests = redis_url, requests
+
+    def collect(self, meanwhile: Any) -> list[RolloutResult]:
+        async def scenario() -> None:
+            async with Producer(ProducerSettings(redis_url=self._url)) as producer, asyncio.timeout(60):
+                batch = await producer.submit_many(self._requests)
+                breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
+                async for result in batch:
+                    self.results.append(result)
+                await breaking
+
+        asyncio.run(scenario())
+        return self.results
+
+
+def worker_pid(stack: LocalStack, name: str) -> int:
+    return next(child.process.pid for child in stack._children if child.name == name)
+
+
+def announced(url: str, results: list[RolloutResult]) -> Counter[str]:
+    client = redis.Redis.from_url(url)
+    entries = client.xrange(broker.stream_key(results[0].batch_id))
+    return Counter(fields[b"id"].decode() for _, fields in entries)
+
+
+def test_a_sigkilled_workers_20_rollouts_start_again_within_one_and_a_half_ttls(tmp_path: Path, agents: Any) -> None:
+    with fleet(tmp_path, workers=2, concurrency=40) as stack:
+        restarted: list[float] = []
+        orphans: list[psutil.Process] = []
+
+        def kill_one() -> None:
+            wait_until(lambda: len(agents.starts()) == 20)
+            client = redis.Redis.from_url(stack.redis_url)
+            held = Counter(
+                (client.hget(broker.job_key(i.decode()), "worker") or b"").decode()
+                for i in client.zrange(broker.RUNNING, 0, -1)
+            )
+            victim = held.most_common(1)[0][0].split("-")[0]
+            lost = held.most_common(1)[0][1]
+            process = psutil.Process(worker_pid(stack, victim))
+            orphans.extend(p for p in process.children(recursive=True) if "reaper" not in " ".join(p.cmdline()))
+            killed = time.monotonic()
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(5)
+            wait_until(lambda: len(agents.starts()) == 20 + lost, what="the lost rollouts to start again")
+            restarted.append(time.monotonic() - killed)
+            agents.release()
+
+        results = Collector(stack.redis_url, waiting_requests(20, agents.command())).collect(kill_one)
+
+        assert len({r.rollout_id for r in results}) == len(results) == 20
+        assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
+        assert set(announced(stack.redis_url, results).values()) == {1}
+        assert {r.attempt for r in results} <= {1, 2}
+        assert restarted[0] < 1.5 * TTL, f"recovery took {restarted[0]:.2f} s"
+        assert orphans
+        wait_until(lambda: not any(p.is_running() for p in orphans), what="the dead worker's agents to be ended")
+
+
+def test_redis_restarts_under_100_running_rollouts_and_each_runs_once(
+    tmp_path: Path, own_redis: RedisServer, agents: Any
+) -> None:
+    with fleet(tmp_path, concurrency=120, redis_url=own_redis.url) as stack:
+
+        def restart() -> None:
+            wait_until(lambda: len(agents.starts()) == 100, timeout=40, what="100 running agents")
+            client = redis.Redis.from_url(own_redis.url)
+            wait_until(lambda: client.zcard(broker.RUNNING) == 100)
+            own_redis.stop(signal.SIGTERM)
+            own_redis.start()
+            # One whole lease later, the leases must have been renewed and not been taken for lapsed.
+            back = client.time()[0]
+            wait_until(lambda: client.time()[0] >= back + TTL + 1)
+            agents.release()
+
+        results = Collector(stack.redis_url, waiting_requests(100, agents.command())).collect(restart)
+
+        assert len({r.rollout_id for r in results}) == len(results) == 100
+        assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
+        assert set(Counter(agents.starts()).values()) == {1}, "each ran once"
+
+        after = Collector(stack.redis_url, waiting_requests(5, "true")).collect(lambda: None)
+        assert len(after) == 5, "the worker goes on consuming"
+
+
+def test_a_rollout_that_kills_its_worker_every_time_ends_and_harms_no_other(tmp_path: Path) -> None:
+    """Its agent kills the worker; each death spends an attempt, and somebody starts the worker again."""
+    with fleet(tmp_path, workers=1, concurrency=10) as stack:
+        name = next(child for child in stack._children if child.name == "worker1")
+        pid_file = tmp_path / "pid"
+        pid_file.write_text(str(name.process.pid))
+        killer = RolloutRequest.parse(
+            {"model": "m", "example_id": "killer", "max_attempts": 2, "run_command": f"kill -9 $(cat {pid_file})"}
+        )
+        others = waiting_requests(3, "sleep 0.2")
+
+        def restart() -> None:
+            for _ in range(2):
+                child = next(c for c in stack._children if c.name.startswith("worker") and c.process.poll() is None)
+                child.process.wait(30)
+                before = len(stack._children)
+                stack._start_workers()
+                pid_file.write_text(str(stack._children[before].process.pid))
+
+        results = Collector(stack.redis_url, [killer, *others]).collect(restart)
+
+        by_example = {r.example_id: r for r in results}
+        error = by_example["killer"].error
+        assert error is not None
+        assert error.kind is ErrorKind.LEASE
+        assert (error.detail or "").count("stopped renewing its lease") == 2
+        assert [by_example[n].stop_condition for n in range(3)] == [StopCondition.COMPLETED] * 3
+
+
+def test_a_worker_that_was_stopped_for_longer_than_its_lease_gives_its_rollouts_up(tmp_path: Path, agents: Any) -> None:
+    with fleet(tmp_path, workers=2, concurrency=10) as stack:
+        late: list[str] = []
+
+        def stop_one() -> None:
+            wait_until(lambda: len(agents.starts()) == 6)
+            client = redis.Redis.from_url(stack.redis_url)
+            ids = [i.decode() for i in client.zrange(broker.RUNNING, 0, -1)]
+            on_first = [i for i in ids if (client.hget(broker.job_key(i), "worker") or b"").startswith(b"worker1")]
+            late.extend(on_first)
+            os.kill(worker_pid(stack, "worker1"), signal.SIGSTOP)
+            wait_until(lambda: len(agents.starts()) == 6 + len(on_first), what="its rollouts to start elsewhere")
+            os.kill(worker_pid(stack, "worker1"), signal.SIGCONT)
+            log = stack.logs["worker1"]
+            wait_until(lambda: log.read_text().count("lost, ending it") == len(on_first), what="it to notice")
+            agents.release()
+
+        results = Collector(stack.redis_url, waiting_requests(6, agents.command())).collect(stop_one)
+
+        assert late
+        assert len({r.rollout_id for r in results}) == len(results) == 6
+        assert {r.rollout_id for r in results if r.attempt == 2} == set(late)
+        assert set(announced(stack.redis_url, results).values()) == {1}
+
+
+def test_a_cold_shutdown_hands_running_rollouts_over_without_spending_an_attempt(tmp_path: Path, agents: Any) -> None:
+    with fleet(tmp_path, workers=2, concurrency=10) as stack:
+
+        def quit_one() -> None:
+            wait_until(lambda: len(agents.starts()) == 6)
+            process = psutil.Process(worker_pid(stack, "worker1"))
+            os.kill(process.pid, signal.SIGQUIT)
+            process.wait(20)
+            agents.release()
+
+        requests = [r.model_copy(update={"max_attempts": 1}) for r in waiting_requests(6, agents.command())]
+        results = Collector(stack.redis_url, requests).collect(quit_one)
+
+        assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
+        assert len(results) == 6
+
+
+def test_a_warm_shutdown_lets_running_rollouts_finish(tmp_path: Path, agents: Any) -> None:
+    with fleet(tmp_path, workers=1, concurrency=10) as stack:
+
+        def terminate() -> None:
+            wait_until(lambda: len(agents.starts()) == 3)
+            process = psutil.Process(worker_pid(stack, "worker1"))
+            os.kill(process.pid, signal.SIGTERM)
+            log = stack.logs["worker1"]
+            wait_until(lambda: "Warm shutdown" in log.read_text())
+            assert process.is_running()
+            agents.release()
+            process.wait(20)
+
+        results = Collector(stack.redis_url, waiting_requests(3, agents.command())).collect(terminate)
+        assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
+
+
+def test_lapsed_leases_are_requeued_without_beat_and_while_every_slot_is_taken(tmp_path: Path, agents: Any) -> None:
+    with fleet(tmp_path, workers=1, concurrency=3) as stack:
+        beat = next(child for child in stack._children if child.name == "beat")
+        beat.process.kill()
+
+        def lose_one() -> None:
+            wait_until(lambda: len(agents.starts()) == 3)
+            client = redis.Redis.from_url(stack.redis_url)
+            # A rollout of a worker that is gone: the record says running, and nobody renews it.
+            request = waiting_requests(1, "true")[0].model_copy(update={"rollout_id": "lost", "batch_id": "lost"})
+            record = {"request": request.to_json(), "state": "running", "attempt": 1, "spent": 1, "max_attempts": 3}
+            record |= {"batch": "lost", "priority": 0, "worker": "gone@host"}
+            client.hset(broker.job_key("lost"), mapping=record)
+            client.zadd(broker.RUNNING, {"lost": 1})
+            wait_until(lambda: client.hget(broker.job_key("lost"), "state") == b"pending")
+            assert client.llen(broker.queue_key(0)) == 1
+            agents.release()
+            wait_until(lambda: client.hget(broker.job_key("lost"), "state") == b"done")
+
+        results = Collector(stack.redis_url, waiting_requests(3, agents.command())).collect(lose_one)
+        assert len(results) == 3
