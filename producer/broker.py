@@ -60,8 +60,8 @@ def job_key(rollout_id: str) -> str:
     """Key of a rollout's record, a hash.
 
     The producer writes ``request, state, attempt, spent, max_attempts, batch, priority, enqueued_ms``; workers add
-    ``worker, outcome, history, finished_ms``; a cancel of a running rollout sets ``cancel``. ``attempt`` only ever grows
-    and fences writes; ``spent`` counts the attempts that are charged against ``max_attempts``.
+    ``worker, outcome, history, finished_ms``; a cancel of a running rollout sets ``cancel``. ``attempt`` only ever
+    grows and fences writes; ``spent`` counts the attempts that are charged against ``max_attempts``.
     """
     return f"{_PREFIX}job:{rollout_id}"
 

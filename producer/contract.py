@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 #: An id is part of URLs, Redis keys, sandbox names and directory names: nothing in it may need quoting anywhere.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"

@@ -83,8 +83,20 @@ def offends_any(names: set[str], forbidden: set[str]) -> bool:
 
 
 def test_the_top_level_is_what_the_design_says() -> None:
-    allowed = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "producer", "workers", "helm", "tests"}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    allowed = {
+        "pyproject.toml",
+        "README.md",
+        "Makefile",
+        "LICENSE",
+        "CHANGELOG.md",
+        "producer",
+        "workers",
+        "helm",
+        "tests",
+    }
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     top = {line.split("/")[0] for line in tracked if line}
     assert {name for name in top if not name.startswith(".")} <= allowed
 

@@ -22,7 +22,7 @@ async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:
         except asyncio.CancelledError as error:
             if not task.done():
                 cancelled = error
-        except Exception:
+        except Exception:  # noqa: BLE001
             break  # raised below, from the task itself
     if cancelled is not None:
         if not task.cancelled():

@@ -133,8 +133,8 @@ class Job:
         if self._context is None:
             _, _, _, body, content_type, encoding = self.args
             if content_type:
-                accepted = serialization.prepare_accept_content(self.task.app.conf.accept_content)  # type: ignore[no-untyped-call]
-                body = serialization.loads(body, content_type, encoding, accept=accepted)  # type: ignore[no-untyped-call]
+                accepted = serialization.prepare_accept_content(self.task.app.conf.accept_content)
+                body = serialization.loads(body, content_type, encoding, accept=accepted)
             embedded = body[2] or {}
             self._context = Context(self.request, called_directly=False, is_eager=False, **embedded)
         return self._context
@@ -211,7 +211,7 @@ def exception_info(error: Exception) -> ExceptionInfo:
         return ExceptionInfo()
 
 
-class AsyncTask(Task):  # type: ignore[misc]  # Celery is not typed
+class AsyncTask(Task):
     """Base of tasks whose ``run`` is an ``async def``: ``@app.task(base=AsyncTask)``.
 
     The pool awaits ``run`` first and keeps its outcome, then calls Celery's tracer, for which calling the task returns

@@ -69,9 +69,7 @@ async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> A
         raise
     except Exception as error:
         if scope.expired():
-            raise _OWNER[phase](
-                f"phase {phase} took longer than its deadline of {limit} s", phase=phase
-            ) from None
+            raise _OWNER[phase](f"phase {phase} took longer than its deadline of {limit} s", phase=phase) from None
         logger.exception("unexpected error in phase %s of %s", phase, rollout.request.rollout_id)
         raise _OWNER[phase](f"unexpected {type(error).__name__}: {error}", phase=phase) from error
     finally:
@@ -101,7 +99,7 @@ async def _quietly(rollout: Rollout, what: str, call: Awaitable[ValueT]) -> Valu
     """Await ``call`` on the way out: bounded, not interrupted by a further cancellation, failures only logged."""
     try:
         return await uninterrupted(call, _SALVAGE_TIMEOUT)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the failure that led here is the one to report
         log(rollout, what, "%s failed on the way out: %r", what, error, level=logging.WARNING)
         return None
 
@@ -147,9 +145,7 @@ class Cleanup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, RolloutError):
-            self._rollout.fail(
-                error.info(self._rollout.phase)
-            )  # first: a failed release must not hide the cause
+            self._rollout.fail(error.info(self._rollout.phase))  # first: a failed release must not hide the cause
         self._rollout.last_phase = self._rollout.phase
         self._rollout.enter(Phase.CLEANUP)
         began = time.monotonic()

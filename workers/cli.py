@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -49,7 +49,7 @@ def gateway(
     """Run the bundled rollout gateway in front of a model server."""
     from workers.gateway.server import GatewaySettings, run_gateway
 
-    given = {"upstream": upstream, "host": host, "port": port}
+    given: dict[str, Any] = {"upstream": upstream, "host": host, "port": port}
     settings = _configured(lambda: GatewaySettings(**{k: v for k, v in given.items() if v is not None}))
     _configured(lambda: run_gateway(settings))
 

@@ -14,7 +14,7 @@ MODEL_CALL_TIMEOUT = "600"
 
 
 class Environment:
-    """One kind of task. Subclass it, and name it in the worker's allow-list: ``ROLLOUTS_ENVIRONMENTS=name=module:Class``.
+    """One kind of task: subclass it, and name it in the worker's ``ROLLOUTS_ENVIRONMENTS=name=module:Class``.
 
     One instance serves all rollouts of a worker process at once, so keep a rollout's state on the `Rollout`, not on
     ``self``. Hooks may be coroutines or plain functions; plain ones run in a thread, so they may block. A hook that
@@ -68,6 +68,4 @@ def reward_and_metrics(scored: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(scored, dict) and all(isinstance(v, bool | int | float) for v in scored.values()):
         metrics = {str(name): float(value) for name, value in scored.items()}
         return metrics.get("reward"), metrics
-    raise TypeError(
-        f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers"
-    )
+    raise TypeError(f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers")

@@ -212,9 +212,7 @@ class Fleet:
             return
         claim = held[1]
         try:
-            if not _until_redis_answers(
-                lambda: self.store.commit(rollout_id, claim.attempt, claim.batch_id, outcome)
-            ):
+            if not _until_redis_answers(lambda: self.store.commit(rollout_id, claim.attempt, claim.batch_id, outcome)):
                 logger.warning("%s: another attempt ended it first", rollout_id, extra=_about(rollout_id))
         finally:
             self.release(rollout_id)

@@ -1,7 +1,8 @@
 """The job record: which attempt owns a rollout, until when, and how it ended.
 
-The record in Redis is the truth; a Celery message is only a wake-up call. Every change is one Lua script (``lua/``) that
-checks the attempt number and uses Redis's own clock, so a stale attempt cannot write and hosts' clocks do not matter.
+The record in Redis is the truth; a Celery message is only a wake-up call. Every change is one Lua script (``lua/``)
+that checks the attempt number and uses Redis's own clock, so a stale attempt cannot write and hosts' clocks do not
+matter.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class JobStore:
     """
 
     def __init__(self, client: redis.Redis, app: Celery, *, lease_ttl: float) -> None:
-        self.client = client
+        self.client: Any = client  # redis-py's annotations allow every type that any server may answer
         self.lease_ttl = lease_ttl
         self._lease_ms = int(lease_ttl * 1000)
         self._record_ttl = int(broker.RESULT_TTL.total_seconds())
@@ -106,14 +107,12 @@ class JobStore:
         """Renew the leases of ``(rollout id, attempt)`` pairs; returns what was found for each id."""
         found: dict[str, Renewal] = {}
         for chunk in _chunks(list(held)):
-            keys = [broker.RUNNING, *(broker.job_key(rollout_id) for rollout_id, _ in chunk)]
+            keys: list[Any] = [broker.RUNNING, *(broker.job_key(rollout_id) for rollout_id, _ in chunk)]
             args: list[Any] = [self._lease_ms]
             for rollout_id, attempt in chunk:
                 args += [rollout_id, attempt]
             answers = self._renew(keys=keys, args=args)
-            found |= {
-                rollout_id: _RENEWALS[code] for (rollout_id, _), code in zip(chunk, answers, strict=True)
-            }
+            found |= {rollout_id: _RENEWALS[code] for (rollout_id, _), code in zip(chunk, answers, strict=True)}
         return found
 
     def commit(self, rollout_id: str, attempt: int, batch_id: str, outcome: StopCondition) -> bool:
@@ -169,7 +168,7 @@ class JobStore:
         queue = broker.queue_key(priority)
         keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue]
         line = f"attempt {attempt}: {why}"
-        args = [
+        args: list[Any] = [
             rollout_id,
             attempt,
             mode,
@@ -182,24 +181,17 @@ class JobStore:
 
     def lapsed(self, limit: int = 1000) -> list[Lapsed]:
         """Return running rollouts whose lease has lapsed, the longest first."""
-        ids = [
-            i.decode()
-            for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)
-        ]
+        ids = [i.decode() for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)]
         pipe = self.client.pipeline(transaction=False)
         for rollout_id in ids:
-            pipe.hmget(
-                broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history", "request"
-            )
+            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history", "request")
         found = []
         for rollout_id, record in zip(ids, pipe.execute(), strict=True):
             if record[0] is None:  # the record expired: nothing is left to run
                 self.client.zrem(broker.RUNNING, rollout_id)
                 continue
             attempt, worker, batch, priority, history, request = ((value or b"").decode() for value in record)
-            found.append(
-                Lapsed(rollout_id, int(attempt), worker, batch, int(priority), history, request.encode())
-            )
+            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority), history, request.encode()))
         return found
 
     def wake_delayed(self) -> int:

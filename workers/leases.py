@@ -148,14 +148,10 @@ class LeaseKeeper(threading.Thread):
             self._hang_named = progress
             frame = sys._current_frames().get(self._loop_thread() or -1)
             where = "".join(traceback.format_stack(frame)[-4:]) if frame else "(unknown)"
-            logger.error(
-                "event loop blocked for %.1f s by:\n%s", behind, where, extra={"stage": "loop_blocked"}
-            )
+            logger.error("event loop blocked for %.1f s by:\n%s", behind, where, extra={"stage": "loop_blocked"})
         if behind <= self._hang_limit:
             return False
-        logger.error(
-            "event loop hung for %.0f s: its leases are given up", behind, extra={"stage": "loop_hung"}
-        )
+        logger.error("event loop hung for %.0f s: its leases are given up", behind, extra={"stage": "loop_hung"})
         return True
 
     def _note_contact(self) -> None:
@@ -178,8 +174,8 @@ class LeaseKeeper(threading.Thread):
             newest = self._store.client.xrevrange(broker.CANCELS, count=1)
             self._seen_cancel = newest[0][0].decode() if newest else "0-0"
         wait_ms = max(1, min(_WAIT_MS, int((due - time.monotonic()) * 1000)))
-        entries = self._store.client.xread({broker.CANCELS: self._seen_cancel}, count=1000, block=wait_ms)
-        for _, messages in entries or []:
+        streams = self._store.client.xread({broker.CANCELS: self._seen_cancel}, count=1000, block=wait_ms) or {}
+        for _, messages in streams.items() if isinstance(streams, dict) else streams:
             for entry_id, fields in messages:
                 self._seen_cancel = entry_id.decode()
                 rollout_id = fields[b"id"].decode()

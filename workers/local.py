@@ -31,6 +31,8 @@ from typing import Self
 
 import httpx
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from producer import broker
 from workers.demo import STAND_IN, llm
@@ -230,7 +232,10 @@ class LocalStack:
         self.upstream = f"http://{HOST}:{port}/v1"
         if self.options.llm:
             self._tell("model", "unpacking")
-            llm.model_file()
+            try:
+                llm.model_file()
+            except llm.LlmUnavailableError as error:
+                raise StackError(str(error)) from error
             self._upstream_key = secrets.token_urlsafe(24)
             command = [*PYTHON, "workers.demo.llm", "--port", str(port)]
             variables = {"LLAMA_API_KEY": self._upstream_key}
@@ -252,7 +257,7 @@ class LocalStack:
     def _start_workers(self) -> None:
         # Others may use the same Redis server from this host.
         token = secrets.token_hex(3)
-        client = redis.Redis.from_url(self.redis_url, socket_timeout=5)
+        client = _client(self.redis_url)
         for number in range(1, self.options.workers + 1):
             name = f"worker{number}-{token}@{socket.gethostname()}"
             command = [*PYTHON, "workers.cli", "worker", "--name", name]
@@ -353,10 +358,15 @@ def _given_redis(options: StackOptions, environ: Mapping[str, str]) -> tuple[str
 
 def _require_redis(url: str, source: str) -> None:
     try:
-        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+        with _client(url) as client:
             client.ping()
     except (redis.RedisError, ValueError) as error:
         raise StackError(f"cannot use the Redis server that is {_named(source)}: {error}") from None
+
+
+def _client(url: str) -> redis.Redis:
+    # Without retries: who asks looks again anyhow, and meanwhile at the other children.
+    return redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
 
 
 def _named(source: str) -> str:
@@ -365,14 +375,17 @@ def _named(source: str) -> str:
 
 def _redis_answers(url: str) -> bool:
     try:
-        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+        with _client(url) as client:
             return bool(client.ping())
     except redis.RedisError:
         return False
 
 
 def _exists(client: redis.Redis, key: str) -> bool:
-    return bool(client.exists(key))
+    try:
+        return bool(client.exists(key))
+    except redis.RedisError:
+        return False
 
 
 def _require_upstream(url: str) -> None:

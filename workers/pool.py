@@ -49,7 +49,7 @@ from workers.asynctask import (
     run_coroutine,
     terminated,
 )
-from workers.threads import LoopLag, LoopThread, Mailbox, Tracers
+from workers.threads import LoopLag, LoopThread, Mailbox, Tracers, calm_garbage_collector
 
 __all__ = ["AsyncTask", "AsyncioPool", "CancelReason", "Job", "LoopLag", "RunState", "current_job"]
 
@@ -143,7 +143,9 @@ class AsyncioPool(BasePool):
         return self._loop.thread.is_alive()
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """Have callbacks run by Celery's event loop from now on."""
+        """Have callbacks run by Celery's event loop from now on; called again after each reconnection."""
+        if self._mailbox.hub is None:
+            calm_garbage_collector()
         self._mailbox.hub = hub
 
     def grow(self, n: int = 1) -> None:

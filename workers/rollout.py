@@ -90,9 +90,7 @@ async def run_rollout(
                     log(rollout, "fetch_trajectory", "%d turns", trajectory.num_turns)
 
                 async with in_phase(rollout, Phase.SCORE):
-                    rollout.reward, metrics = reward_and_metrics(
-                        await call_hook(environment, "score", rollout)
-                    )
+                    rollout.reward, metrics = reward_and_metrics(await call_hook(environment, "score", rollout))
                     rollout.metrics |= metrics
                     await call_hook(environment, "after", rollout)
     except RolloutError as error:
@@ -143,9 +141,7 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
         async with asyncio.timeout(_START_TIMEOUT):
             job = await sandbox.start_job(command)
     except TimeoutError:
-        raise AgentError(
-            f"the sandbox did not start the agent within {_START_TIMEOUT:.0f} s", retryable=True
-        ) from None
+        raise AgentError(f"the sandbox did not start the agent within {_START_TIMEOUT:.0f} s", retryable=True) from None
     log(rollout, "start_agent", "agent started")
 
     deadline = rollout.request.deadlines.agent
@@ -158,9 +154,7 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
     rollout.agent_timed_out = not ended
     rollout.agent_completed = ended
     _record_output(rollout, await job.wait() if ended else await job.output())
-    log(
-        rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)"
-    )
+    log(rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)")
 
 
 def _record_output(rollout: Rollout, output: CommandResult | None) -> None:

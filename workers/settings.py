@@ -24,16 +24,12 @@ class WorkerSettings(BaseSettings):
         repr=False,
     )
     fleet: str = Field(default="fleet", description="Name of the fleet, for labels of what it creates.")
-    concurrency: int = Field(
-        default=100, gt=0, description="Rollouts that one worker process runs at one time."
-    )
+    concurrency: int = Field(default=100, gt=0, description="Rollouts that one worker process runs at one time.")
 
     gateway_url: GatewayUrl = Field(
         default="http://127.0.0.1:8080", description="Rollout gateway for requests that name none."
     )
-    gateway_control_key: SecretStr | None = Field(
-        default=None, description="Key of the gateway's control endpoints."
-    )
+    gateway_control_key: SecretStr | None = Field(default=None, description="Key of the gateway's control endpoints.")
 
     environments: Annotated[dict[str, str], NoDecode] = Field(
         default_factory=dict,
@@ -44,12 +40,8 @@ class WorkerSettings(BaseSettings):
         description="Names of this worker's variables that requests may pass on to agents, by commas.",
     )
 
-    sandbox_provider: str = Field(
-        default="local", description="'local', or MODULE:FACTORY of another provider."
-    )
-    tunnel_provider: str = Field(
-        default="direct", description="'direct', or MODULE:FACTORY of another provider."
-    )
+    sandbox_provider: str = Field(default="local", description="'local', or MODULE:FACTORY of another provider.")
+    tunnel_provider: str = Field(default="direct", description="'direct', or MODULE:FACTORY of another provider.")
     sandbox_dir: Path | None = Field(
         default=None, description="Where local sandboxes live; a temporary folder if unset."
     )
@@ -59,9 +51,7 @@ class WorkerSettings(BaseSettings):
         description="Characters of an agent's stdout and of its stderr kept in a result.",
     )
 
-    lease_ttl: float = Field(
-        default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again."
-    )
+    lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")
     loop_hang_limit: float = Field(
         default=300.0,
         gt=0,
@@ -79,9 +69,7 @@ class WorkerSettings(BaseSettings):
             name, _, target = entry.rpartition("=")
             module, _, attribute = target.partition(":")
             if not module or not attribute:
-                raise ValueError(
-                    f"{entry!r} is not NAME=MODULE:CLASS; for example math=my_tasks.math:MathEnvironment"
-                )
+                raise ValueError(f"{entry!r} is not NAME=MODULE:CLASS; for example math=my_tasks.math:MathEnvironment")
             parsed[name or attribute] = target
         return parsed
 
@@ -89,4 +77,3 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value
-

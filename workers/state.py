@@ -20,6 +20,13 @@ from producer.contract import (
 )
 from workers.sandboxes.base import Sandbox
 
+#: What a result takes over as it is.
+_COPIED = (
+    *("gateway_url", "rollout_base_url", "tunnel_url", "tunnel_local_addr", "tunnel_id", "sandbox_id"),
+    *("agent_completed", "agent_timed_out", "agent_exit_code", "agent_stdout", "agent_stderr"),
+    *("trajectory", "completion", "is_truncated", "reward", "metrics", "error", "attempt", "worker", "durations"),
+)
+
 
 @dataclass
 class Rollout:
@@ -94,14 +101,7 @@ class Rollout:
 
     def result(self, stop_condition: StopCondition | None = None) -> RolloutResult:
         """Return the attempt as a result."""
-        copied: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                "gateway_url rollout_base_url tunnel_url tunnel_local_addr tunnel_id sandbox_id agent_completed "
-                "agent_timed_out agent_exit_code agent_stdout agent_stderr trajectory prompt completion is_truncated "
-                "reward metrics error attempt worker durations"
-            ).split()
-        }
+        copied: dict[str, Any] = {name: getattr(self, name) for name in _COPIED}
         # Without any turn the gateway knows no prompt; the dataset's own must not be lost for that.
         copied["prompt"] = self.prompt or self.request.messages
         scoring = self.durations.get(Phase.SCORE, 0.0)

@@ -60,9 +60,7 @@ def _last_result(lapsed: Lapsed, what: Requeue, why: str) -> RolloutResult:
     history = "\n".join(line for line in (lapsed.history, f"attempt {lapsed.attempt}: {why}") if line)
     if what is Requeue.CANCELLED:
         condition = StopCondition.CANCELLED
-        error = ErrorInfo(
-            kind=ErrorKind.CANCELLED, message="cancelled; its worker died meanwhile", detail=history
-        )
+        error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled; its worker died meanwhile", detail=history)
     else:
         condition = StopCondition.HAS_ERROR
         message = f"no attempt is left after {lapsed.attempt}: each time, its worker died or lost its lease"
@@ -71,6 +69,4 @@ def _last_result(lapsed: Lapsed, what: Requeue, why: str) -> RolloutResult:
     try:
         return RolloutResult.for_request(RolloutRequest.parse(lapsed.request), condition, **fields)
     except InvalidRequestError:
-        return RolloutResult(
-            rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields
-        )
+        return RolloutResult(rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields)

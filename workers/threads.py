@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -54,6 +55,18 @@ class LoopLag:
     def summary(self) -> dict[str, float]:
         """Return last, p50, p99 and max."""
         return {"last": self.last, "p50": self.percentile(50), "p99": self.percentile(99), "max": self.max}
+
+
+def calm_garbage_collector() -> None:
+    """Keep full collections rare, and what is loaded by now out of them; once per process, when it is about to work.
+
+    With 10,000 jobs in flight one full collection stops every thread for 0.2 to 0.4 s (CPython 3.11, 2 cores), and with
+    the default thresholds there is one every two seconds while they arrive. Cycles of a job's own die young: the
+    younger generations are collected as ever, in a few milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 1_000)
 
 
 class LoopThread:

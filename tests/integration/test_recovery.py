@@ -32,9 +32,7 @@ def fleet(tmp_path: Path, **options: Any) -> Iterator[LocalStack]:
 
 
 def waiting_requests(count: int, command: str) -> list[RolloutRequest]:
-    return [
-        RolloutRequest.parse({"model": "stand-in", "example_id": n, "run_command": command}) for n in range(count)
-    ]
+    return [RolloutRequest.parse({"model": "stand-in", "example_id": n, "run_command": command}) for n in range(count)]
 
 
 class Collector:

@@ -35,7 +35,6 @@ class StandInWorker(threading.Thread):
         self.behaviour: Behaviour = complete
         self.started: list[str] = []
         self.held: dict[str, RolloutRequest] = {}
-        self.most_waiting = 0
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -58,7 +57,6 @@ class StandInWorker(threading.Thread):
         key = broker.job_key(rollout_id)
         if self.client.hget(key, "state") != b"pending":
             return
-        self.most_waiting = max(self.most_waiting, len(list(self.client.scan_iter("rollouts:job:*", 1000))))
         self.client.hset(key, mapping={"state": "running", "attempt": 1})
         self.client.zrem(broker.PENDING, rollout_id)
         request = RolloutRequest.parse(self.client.hget(key, "request"))

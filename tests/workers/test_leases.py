@@ -51,9 +51,7 @@ class Keeping:
 
 
 @contextmanager
-def keeping(
-    url: str, progress: Callable[[], float] = time.monotonic, hang_limit: float = 300
-) -> Iterator[Keeping]:
+def keeping(url: str, progress: Callable[[], float] = time.monotonic, hang_limit: float = 300) -> Iterator[Keeping]:
     keeping = Keeping(url, progress, hang_limit)
     keeping.keeper.start()
     try:

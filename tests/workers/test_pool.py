@@ -85,6 +85,15 @@ def app() -> Iterator[Celery]:
 
 
 @pytest.fixture
+def hub() -> Iterator[Hub]:
+    """Celery's event loop; a pool that has one also tunes this process's garbage collector."""
+    thresholds = gc.get_threshold()
+    yield Hub()
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.fixture
 def driver(app: Celery) -> Iterator[Driver]:
     driver = Driver(app)
     driver.pool.start()
@@ -725,11 +734,10 @@ def test_a_warm_shutdown_waits_for_what_runs_and_drops_what_waits(app: Celery) -
     assert late.told == []
 
 
-def test_a_warm_shutdown_runs_what_the_hub_was_told_to_call(app: Celery) -> None:
+def test_a_warm_shutdown_runs_what_the_hub_was_told_to_call(app: Celery, hub: Hub) -> None:
     """Acknowledgements are queued on Celery's event loop, whose thread is the one that waits here."""
     driver = Driver(app)
     driver.pool.start()
-    hub = Hub()
     driver.pool.register_with_event_loop(hub)
     gate = Gate()
     acknowledged: list[float] = []
@@ -752,8 +760,7 @@ def test_a_warm_shutdown_runs_what_the_hub_was_told_to_call(app: Celery) -> None
     assert threads == {threading.get_ident()}
 
 
-def test_callbacks_run_on_the_hubs_thread_and_wake_it(app: Celery, driver: Driver) -> None:
-    hub = Hub()
+def test_callbacks_run_on_the_hubs_thread_and_wake_it(app: Celery, driver: Driver, hub: Hub) -> None:
     driver.pool.register_with_event_loop(hub)
     notes = Notes()
 
@@ -766,6 +773,13 @@ def test_callbacks_run_on_the_hubs_thread_and_wake_it(app: Celery, driver: Drive
     for call in hub._pop_ready():
         call()
     assert notes.names() == ["accepted", "result"]
+
+
+def test_full_garbage_collections_are_rare_in_a_worker(driver: Driver, hub: Hub) -> None:
+    """One of them stops the loop for longer than everything else."""
+    driver.pool.register_with_event_loop(hub)
+    assert gc.get_threshold()[2] >= 1000
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_cold_shutdown_runs_every_clean_up(app: Celery) -> None:

@@ -40,8 +40,9 @@ class Trajectory(BaseModel):
     """Answer of ``trajectory``: everything the gateway recorded of one rollout; see `producer.contract` for a step.
 
     The last three are the bundled gateway's own: ``failures`` are the latest model calls that failed, at most 20, each
-    ``{status, message}`` as the agent was answered (they are no turns); ``failed_calls`` counts all of them;
-    ``in_flight`` says that a model call was still running, whose turn is therefore missing.
+    ``{status, message, turns}`` with what the agent was answered (they are no turns) and how many turns there were by
+    then; ``failed_calls`` counts all of them; ``in_flight`` says that a model call was still running, whose turn is
+    therefore missing.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())

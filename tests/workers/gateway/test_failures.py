@@ -43,7 +43,7 @@ def test_every_status_of_the_upstream_becomes_a_typed_answer(
     assert "the reason" in answer.json()["detail"] == answer.json()["error"]["message"]
     recorded = gateway.trajectory(rollout)
     assert recorded["num_turns"] == 0
-    assert recorded["failures"] == [{"status": answered, "message": answer.json()["detail"]}]
+    assert recorded["failures"] == [{"status": answered, "message": answer.json()["detail"], "turns": 0}]
 
 
 def test_a_rate_limit_passes_with_its_retry_after(gateway: Any, model: Any) -> None:

@@ -177,7 +177,7 @@ def test_an_upstream_that_breaks_in_mid_stream_is_told_to_the_agent_and_is_no_tu
     assert b"[DONE]" not in body
     recorded = gateway.trajectory(rollout)
     assert recorded["num_turns"] == 0
-    assert recorded["failures"] == [{"status": 502, "message": error["message"]}]
+    assert recorded["failures"] == [{"status": 502, "message": error["message"], "turns": 0}]
 
 
 def test_an_upstream_that_ends_its_stream_without_a_finish_is_a_failure(

@@ -125,7 +125,7 @@ class RecordedRollout:
     def record_failure(self, error: UpstreamError) -> None:
         """Remember a call that the upstream failed; it is no turn."""
         self.failed_calls += 1
-        self.failures.append({"status": error.status_code, "message": error.message})
+        self.failures.append({"status": error.status_code, "message": error.message, "turns": len(self.turns)})
 
     def cancel(self) -> None:
         """Refuse further calls; one in flight ends as usual and is recorded."""
