@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -35,18 +33,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from producer import broker
+from workers.children import HOST, Child, StackError, end_children, free_port
 from workers.demo import STAND_IN, llm
 from workers.demo.environment import ENVIRONMENT_NAME, ENVIRONMENT_TARGET
 from workers.reaper import Reaper
 
-HOST = "127.0.0.1"
-#: Below the range from which Linux takes the local ports of outgoing connections (32768 and up): what is free here
-#: stays free until a child listens on it.
-PORTS = range(20000, 32000)
+__all__ = ["LocalStack", "Progress", "StackError", "StackOptions", "find_redis_server"]
+
 INSTALL = "pip install 'rollout-fleet[local]'"
 #: Variables that name a Redis server, in the order of `producer.settings`.
 REDIS_VARIABLES = ("ROLLOUTS_REDIS_URL", "REDIS_URL")
-LOG_TAIL_BYTES = 4000
 #: Seconds that the servers have to end once nobody uses them any more.
 SERVER_GRACE = 3.0
 POLL = 0.02  #: seconds between two looks at what is not ready yet
@@ -54,10 +50,6 @@ POLL = 0.02  #: seconds between two looks at what is not ready yet
 PYTHON = (sys.executable, "-m")
 
 Progress = Callable[[str, str], None]
-
-
-class StackError(RuntimeError):
-    """A part of the stack cannot be had, did not become ready, or has died; the message holds its last words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,47 +74,6 @@ class StackOptions:
     log_dir: Path | None = None
     ready_timeout: float = 60.0
     grace: float = 10.0
-
-
-@dataclass
-class Child:
-    """One process of the stack: what it is called, where it logs, and how to tell that it is ready."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    is_ready: Callable[[], bool]
-    ready: bool = False
-
-    def check(self) -> None:
-        """Raise `StackError` when the process has ended."""
-        code = self.process.poll()
-        if code is not None:
-            raise StackError(f"the {self.name} ended with {_ending(code)}. Its last words:\n{self.last_words()}")
-
-    def last_words(self) -> str:
-        """Return the end of what the process has logged."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").strip() or "(it printed nothing)"
-
-
-def end_children(children: Sequence[Child], grace: float) -> None:
-    """End ``children`` together: SIGTERM, then SIGQUIT, with ``grace`` seconds for each, then SIGKILL.
-
-    They are Celery's two ways to stop a worker: the first waits for what it runs, the second cancels that.
-    """
-    for number in (signal.SIGTERM, signal.SIGQUIT):
-        for child in children:
-            if child.process.poll() is None:
-                child.process.send_signal(number)
-        end = time.monotonic() + grace
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, end - time.monotonic()))
-    for child in children:
-        child.process.kill()
-        child.process.wait()
 
 
 class LocalStack:
@@ -340,16 +291,6 @@ def find_redis_server() -> str:
     return str(get_binary_path())
 
 
-def free_port() -> int:
-    """Return a port of `PORTS` on which nothing listens."""
-    while True:
-        port = random.choice(PORTS)  # noqa: S311 - no secret
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
-            return port
-
-
 def _given_redis(options: StackOptions, environ: Mapping[str, str]) -> tuple[str | None, str]:
     if options.redis_url:
         return options.redis_url, "given"
@@ -401,7 +342,3 @@ def _http_ok(url: str) -> bool:
         return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -22,6 +22,7 @@ from support import RedisServer, free_port, wait_until
 
 from producer import broker
 from workers import local
+from workers.children import Child, end_children
 from workers.demo import llm
 from workers.local import LocalStack, StackError, StackOptions
 from workers.reaper import REAP_VARIABLE
@@ -189,14 +190,15 @@ def test_everything_ends_with_a_process_that_was_killed(tmp_path: Path) -> None:
     )
     holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
-    token, directory = holder.stdout.readline().split()
-    names = " ".join(" ".join(process.cmdline()) for process in marked(token))
-    assert all(part in names for part in ("gateway", "worker", "beat", "workers.demo.model"))
-    assert len(marked(token)) >= 5  # the server of the Redis protocol is one of them
-
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    try:
+        token, directory = holder.stdout.readline().split()
+        names = " ".join(" ".join(process.cmdline()) for process in marked(token))
+        assert all(part in names for part in ("gateway", "worker", "beat", "workers.demo.model"))
+        assert len(marked(token)) >= 5  # the server of the Redis protocol is one of them
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
 
     wait_until(lambda: not marked(token) and not Path(directory).exists(), 20, "the end of all parts")
 
@@ -208,10 +210,10 @@ def test_a_child_that_ignores_every_request_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    child = local.Child("stubborn", process, tmp_path / "log", lambda: True)
+    child = Child("stubborn", process, tmp_path / "log", lambda: True)
 
     began = time.monotonic()
-    local.end_children([child], grace=0.05)
+    end_children([child], grace=0.05)
 
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - began < 5

@@ -19,6 +19,7 @@ from celery.states import READY_STATES
 from support import RedisServer, wait_until
 
 from producer import broker
+from workers import transport
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,8 @@ HERE = Path(os.environ["POOL_TEST_DIR"])
 app = Celery("pool-test")
 app.config_from_object(
     broker.celery_config(os.environ["POOL_TEST_URL"])
-    | {"worker_pool": "workers.pool:AsyncioPool", "worker_consumer": "workers.consumer:Consumer"}
+    | {"worker_pool": "workers.pool:AsyncioPool"}
+    | ({"broker_transport": os.environ["POOL_TEST_TRANSPORT"]} if "POOL_TEST_TRANSPORT" in os.environ else {})
 )
 AsyncioPool.shutdown_grace = 5.0
 
@@ -481,13 +483,12 @@ def test_a_lifespan_that_fails_keeps_the_worker_from_starting(new_worker: Callab
 
 def test_a_restart_of_redis_under_running_jobs(own_redis: RedisServer, tmp_path: Path) -> None:
     """Twenty run, and one message is still unacknowledged: its claim lasts while Redis goes and comes."""
-    worker = Worker(tmp_path, own_redis.url, concurrency=30)
+    worker = Worker(tmp_path, own_redis.url, concurrency=30, POOL_TEST_TRANSPORT=transport.NAME)
     try:
         worker.ready()
         results = [worker.send("wait", f"job{n}") for n in range(20)]
         for n in range(20):
             worker.until(f"job{n}.started")
-        wait_until(lambda: worker.unacknowledged() == 0)
         unclaimed = worker.send("claim", "held")
         worker.until("held.claiming")
         own_redis.stop(signal.SIGKILL)
