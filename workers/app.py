@@ -10,7 +10,7 @@ from celery import Celery, signals
 
 import workers.pool  # noqa: F401  # a dotted pool path must be importable before Celery looks for it
 from producer import broker
-from workers import transport
+from workers import results, transport
 from workers.fleet import Fleet
 from workers.settings import WorkerSettings
 from workers.tasks import register_tasks
@@ -25,6 +25,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
         broker.celery_config(settings.redis_url)
         | {
             "broker_transport": transport.NAME,
+            "result_backend": results.PREFIX + settings.redis_url,
             "worker_pool": "workers.pool:AsyncioPool",
             "worker_concurrency": settings.concurrency,
             "beat_schedule": {
@@ -39,6 +40,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     )
     fleet = Fleet(settings, app, os.environ if environ is None else environ)
     app.pool_lifespan = fleet.lifespan
+    app.rollout_records = fleet
     register_tasks(app, fleet)
     return app
 

@@ -194,28 +194,22 @@ class Fleet:
 
     # -- ending its record, on the threads on which Celery stores results ----------------------------------------------
 
-    def confirm(self, rollout_id: str) -> None:
-        """Make sure that the attempt whose result is about to be stored still owns it; raises `Ignore` if not."""
-        attempt = self.keeper.attempt_of(rollout_id)
-        if attempt is None:
-            return
-        renewed = _until_redis_answers(lambda: self.store.renew([(rollout_id, attempt)]))
-        if renewed[rollout_id] is Renewal.LOST:
-            logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=_about(rollout_id))
-            self.release(rollout_id)
-            raise Ignore
+    def holds(self, rollout_id: str) -> bool:
+        """Whether this worker has claimed the rollout and not ended it yet."""
+        return rollout_id in self._held
 
-    def commit(self, rollout_id: str, outcome: StopCondition) -> None:
-        """End the record after the result was stored, and announce it."""
-        held = self._held.get(rollout_id)
-        if held is None:
-            return
-        claim = held[1]
-        try:
-            if not _until_redis_answers(lambda: self.store.commit(rollout_id, claim.attempt, claim.batch_id, outcome)):
-                logger.warning("%s: another attempt ended it first", rollout_id, extra=_about(rollout_id))
-        finally:
-            self.release(rollout_id)
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
+        """Store the result, end the record and announce it; dropped when another attempt owns the rollout by now.
+
+        Raises `redis.RedisError`; Celery's backend tries again until Redis answers.
+        """
+        _, claim = self._held[rollout_id]
+        if not self.store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result):
+            logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=_about(rollout_id))
+
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel a rollout, whoever holds it."""
+        self.store.cancel(rollout_id)
 
     def release(self, rollout_id: str) -> None:
         """Stop keeping the rollout's lease; releasing one that is not held is fine."""
@@ -290,16 +284,6 @@ def _redact(rollout: Rollout, secrets: Mapping[str, str]) -> None:
         if value:
             rollout.agent_stdout = rollout.agent_stdout.replace(value, f"[redacted {name}]")
             rollout.agent_stderr = rollout.agent_stderr.replace(value, f"[redacted {name}]")
-
-
-def _until_redis_answers(call: Callable[[], T]) -> T:
-    """Call until Redis answers: a result that was computed for hours is worth waiting for."""
-    while True:
-        try:
-            return call()
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            logger.warning("Redis does not answer, a result waits: %s", error, extra={"stage": "commit_wait"})
-            time.sleep(0.5)
 
 
 def _about(rollout_id: str) -> dict[str, str]:

@@ -83,6 +83,7 @@ class JobStore:
             client.register_script(broker.script("workers", name))
             for name in ("claim", "renew", "commit", "requeue", "wake")
         )
+        self._cancel = client.register_script(broker.script("producer", "cancel"))
 
     def claim(self, rollout_id: str, worker: str, offered: RolloutRequest | None = None) -> Claim | str:
         """Take a pending rollout, or say why not: ``running``, ``done`` or ``unknown``.
@@ -115,14 +116,27 @@ class JobStore:
             found |= {rollout_id: _RENEWALS[code] for (rollout_id, _), code in zip(chunk, answers, strict=True)}
         return found
 
-    def commit(self, rollout_id: str, attempt: int, batch_id: str, outcome: StopCondition) -> bool:
-        """End the rollout and announce it; False when another attempt owns it or has ended it."""
+    def commit(self, rollout_id: str, attempt: int, batch_id: str, outcome: StopCondition, result: bytes) -> bool:
+        """Store the result (encoded as Celery's backend keeps it), end the rollout and announce it, in one step.
+
+        False when another attempt owns it or has ended it: then nothing is stored.
+        """
         return bool(
             self._commit(
-                keys=[broker.job_key(rollout_id), broker.RUNNING, broker.stream_key(batch_id)],
-                args=[rollout_id, attempt, outcome.value, self._record_ttl],
+                keys=[
+                    broker.job_key(rollout_id),
+                    broker.RUNNING,
+                    broker.stream_key(batch_id),
+                    broker.result_key(rollout_id),
+                ],
+                args=[rollout_id, attempt, outcome.value, self._record_ttl, result],
             )
         )
+
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel a rollout as a producer does: end one that waits, ask the worker of one that runs."""
+        keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, broker.job_key(rollout_id)]
+        self._cancel(keys=keys, args=[self._record_ttl, broker.EVENTS_KEPT, broker.stream_key(""), rollout_id])
 
     def release(
         self,

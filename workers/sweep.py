@@ -47,10 +47,9 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
         logger.warning("%s: %s, requeued", lapsed.rollout_id, why, extra=about)
     elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
         result = _last_result(lapsed, what, why)
-        # Stored before the commit announces it. Celery keeps a result that is there already, and the commit is refused
-        # if the owner came back in between, so there is one result whoever wins.
-        app.backend.store_result(lapsed.rollout_id, result, states.SUCCESS)
-        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, result.stop_condition)
+        encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
+        # Refused when its worker came back in between and ended it.
+        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, result.stop_condition, encoded)
         logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, result.stop_condition, extra=about)
     return what.value
 

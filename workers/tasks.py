@@ -7,7 +7,7 @@ from typing import Any
 from celery import Celery, signals
 
 from producer import broker
-from producer.contract import RolloutResult, StopCondition
+from producer.contract import RolloutResult
 from workers.fleet import Fleet
 from workers.pool import AsyncTask, current_job
 
@@ -16,21 +16,10 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
     """Register the fleet's tasks with ``app``."""
 
     class RolloutTask(AsyncTask):
-        """Stores a result only under a confirmed lease, and ends the record after it was stored."""
+        """Claims its record before the message is acknowledged: until then the broker still holds it."""
 
         abstract = True
-        #: The record is claimed before the message is acknowledged: until then the broker still holds it.
         accepts_itself = True
-
-        def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
-            fleet.confirm(task_id)
-
-        def on_success(self, retval: RolloutResult, task_id: str, args: Any, kwargs: Any) -> None:
-            fleet.commit(task_id, retval.stop_condition)
-
-        def on_failure(self, exc: Exception, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-            # A fault of our own: the producer turns Celery's FAILURE into a typed result.
-            fleet.commit(task_id, StopCondition.HAS_ERROR)
 
     def release(task_id: str, **_: Any) -> None:
         """Whatever became of the result, nobody works on the rollout any more: its lease must not be renewed."""

@@ -24,6 +24,8 @@ def configure_logging(level: int | str = logging.INFO) -> None:
     """Send every logger's lines to standard error in one form; Celery's and uvicorn's too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human("%(asctime)s %(levelname)-7s %(name)s  %(message)s"))
+    # Not shown, so not worth looking up for every line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

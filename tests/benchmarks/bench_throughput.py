@@ -29,8 +29,9 @@ async def bare(stack: LocalStack, prefix: str) -> float:
     free = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
-        async with free, gateway.registered(
-            stack.gateway_url, f"{prefix}-{number}", Registration(model="null"), api_key="key"
+        async with (
+            free,
+            gateway.registered(stack.gateway_url, f"{prefix}-{number}", Registration(model="null"), api_key="key"),
         ):
             await gateway.fetch_trajectory(stack.gateway_url, f"{prefix}-{number}")
 

@@ -1,7 +1,7 @@
 """A sandbox provider without sandboxes, for benchmarks: its agents only wait, or end at once.
 
-A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents started with the command ``wait``
-end when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears.
+A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents started with the command
+``wait`` end when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from support import wait_until
 
 from producer import broker
 from producer.contract import RolloutRequest, RolloutResult, StopCondition
+from workers import results
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.sweep import sweep
 
@@ -20,7 +21,7 @@ from workers.sweep import sweep
 @pytest.fixture
 def app(redis_url: str) -> Iterator[Celery]:
     app = Celery("test", set_as_current=False)
-    app.config_from_object(broker.celery_config(redis_url))
+    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
     yield app
     app.close()
 
@@ -64,7 +65,7 @@ def test_a_claim_makes_it_running_with_a_lease_and_counts_the_attempt(store: Job
 def test_a_duplicate_wake_up_finds_it_running_or_done(store: JobStore) -> None:
     claim = claimed(store)
     assert store.claim("r1", "w2", request()) == "running"
-    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
     assert store.claim("r1", "w2", request()) == "done"
 
 
@@ -89,14 +90,15 @@ def test_only_one_of_many_concurrent_claims_wins(store: JobStore) -> None:
 def test_the_first_commit_wins_and_is_announced_once(store: JobStore) -> None:
     claim = claimed(store)
 
-    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED)
-    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED), "told so again after a lost answer"
-    assert not store.commit("r1", claim.attempt + 1, "b", StopCondition.HAS_ERROR)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x"), "told so again after a lost answer"
+    assert not store.commit("r1", claim.attempt + 1, "b", StopCondition.HAS_ERROR, b"y")
 
     assert record(store)["outcome"] == "completed"
     entries = store.client.xrange(broker.stream_key("b"))
     assert [fields for _, fields in entries] == [{b"id": b"r1", b"outcome": b"completed"}]
     assert store.client.zcard(broker.RUNNING) == 0
+    assert store.client.get(broker.result_key("r1")) == b"x"
 
 
 def test_a_stale_attempt_can_neither_renew_nor_commit_nor_requeue(store: JobStore) -> None:
@@ -108,7 +110,7 @@ def test_a_stale_attempt_can_neither_renew_nor_commit_nor_requeue(store: JobStor
     assert second.attempt == 2
 
     assert store.renew([("r1", first.attempt)]) == {"r1": Renewal.LOST}
-    assert not store.commit("r1", first.attempt, "b", StopCondition.COMPLETED)
+    assert not store.commit("r1", first.attempt, "b", StopCondition.COMPLETED, b"x")
     assert store.release(request(), first.attempt, why="late") is Requeue.STALE
     assert store.renew([("r1", second.attempt)]) == {"r1": Renewal.RENEWED}
 

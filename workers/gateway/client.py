@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from producer.contract import Phase
 from workers.errors import GatewayError
+from workers.gateway.connections import ManyConnections
 from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration, Trajectory, rollout_path
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,10 @@ logger = logging.getLogger(__name__)
 #: closes just as a request goes out loses that request.
 KEEPALIVE_EXPIRY = 15.0
 CONNECT_TIMEOUT = 5.0
-#: Connections to gateways. More would only move the queue into httpx, whose pool searches all of it at every request.
+#: Connections to gateways; more calls than that wait their turn.
 MAX_CONNECTIONS = 100
 RETRIES = 3
 DETAIL_LIMIT = 500
-
-#: An environment's proxy settings are for the outside, never for this machine.
-_DIRECT = {"all://127.0.0.1": None, "all://localhost": None, "all://[::1]": None}
 _DROPPED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 
@@ -73,12 +71,7 @@ class HttpGateway:
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._client = client or httpx.AsyncClient(
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)),
-            limits=httpx.Limits(
-                max_connections=None,  # the slots above are the limit
-                max_keepalive_connections=MAX_CONNECTIONS,
-                keepalive_expiry=KEEPALIVE_EXPIRY,
-            ),
-            mounts=_DIRECT,
+            transport=ManyConnections(keepalive_expiry=KEEPALIVE_EXPIRY),
         )
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
--- End a rollout: running with this attempt -> done, and announce it on its batch's stream. The first commit wins.
--- KEYS: 1 job record, 2 running set, 3 stream of the batch
--- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record and stream (s)
+-- End a rollout in one step: store its result, mark it done, and announce it on its batch's stream. The first one wins.
+-- KEYS: 1 job record, 2 running set, 3 stream of the batch, 4 key of the result
+-- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record, stream and result (s), 5 result
 -- Returns 1 when this attempt is the one that ended it (also when it is told so twice), else 0.
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
 if record[2] ~= ARGV[2] then return 0 end
@@ -8,6 +8,9 @@ if record[1] == 'done' then return 1 end
 if record[1] ~= 'running' then return 0 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('SET', KEYS[4], ARGV[5], 'EX', ARGV[4])
+-- Celery's own clients wait for results on a channel of the key's name.
+redis.call('PUBLISH', KEYS[4], ARGV[5])
 redis.call('HSET', KEYS[1], 'state', 'done', 'outcome', ARGV[3], 'finished_ms', now)
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])

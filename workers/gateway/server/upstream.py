@@ -11,14 +11,13 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 import orjson
 
+from workers.gateway.connections import ManyConnections
 from workers.gateway.server.errors import UpstreamError
 
 CONNECT_TIMEOUT = 10.0
 READY_TIMEOUT = 5.0
 #: Below the 5 s after which uvicorn, and so vLLM, closes an idle connection: equal times would race, and lose calls.
 KEEPALIVE_EXPIRY = 3.0
-#: An environment's proxy settings are for the outside, never for this machine.
-DIRECT = {"all://127.0.0.1": None, "all://localhost": None, "all://[::1]": None}
 
 #: What an agent is answered for an upstream's status; any other failure is 502.
 _ANSWERS = {400: 400, 408: 504, 413: 413, 422: 400, 429: 429, 504: 504}
@@ -58,14 +57,11 @@ class Upstream:
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
-        self._client = httpx.AsyncClient(  # one for all: building a TLS context takes 20 ms on the event loop
+        self._client = httpx.AsyncClient(
             headers=headers,
             auth=None if api_key else _credentials(upstream),
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY
-            ),
-            mounts=DIRECT,
+            transport=ManyConnections(keepalive_expiry=KEEPALIVE_EXPIRY),
         )
 
     async def complete(self, path: str, body: dict[str, Any]) -> bytes:

@@ -1,0 +1,61 @@
+"""Celery's Redis result backend, which ends a rollout's record in the same step in which it stores the result.
+
+Stored apart from the record, a result could be written by an attempt that has lost its lease, or be stored and never
+announced. Keys and encoding stay Celery's own, so its clients find the result as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from celery import states
+from celery.backends.redis import RedisBackend
+
+from producer import broker
+from producer.contract import RolloutResult, StopCondition
+
+#: Goes before the Redis URL in Celery's ``result_backend``.
+PREFIX = "workers.results:RolloutBackend+"
+
+
+class Records(Protocol):
+    """What the backend asks of the worker that runs the rollouts."""
+
+    def holds(self, rollout_id: str) -> bool:
+        """Whether this worker has claimed the rollout."""
+        ...
+
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
+        """End the record of a rollout that this worker holds, unless another attempt owns it by now."""
+        ...
+
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel a rollout, whoever holds it."""
+        ...
+
+
+class RolloutBackend(RedisBackend):
+    """Stores what rollouts return through their record, and everything else as Celery does.
+
+    ``app.rollout_records`` is the worker's `Records`.
+    """
+
+    def _store_result(
+        self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any
+    ) -> Any:
+        records: Records = self.app.rollout_records
+        if state == states.REVOKED and getattr(request, "task", None) == broker.RUN_ROLLOUT:
+            # By Celery's `revoke`. One that waits would else wait for ever: every message of it is dropped from now on.
+            records.cancel(task_id)
+        elif not records.holds(task_id):
+            super()._store_result(task_id, result, state, traceback=traceback, request=request, **options)
+        elif state in {states.SUCCESS, states.FAILURE}:
+            # A failure is a fault of ours: the producer makes a typed result of it.
+            outcome = result.stop_condition if isinstance(result, RolloutResult) else StopCondition.HAS_ERROR
+            records.commit(task_id, outcome, self.encoded(task_id, result, state, traceback, request))
+        return result
+
+    def encoded(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None) -> bytes:
+        """Return what Celery keeps for a task, as the bytes under its key."""
+        meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
+        return bytes(self.encode(meta | {"task_id": task_id}))
