@@ -24,8 +24,9 @@ def configure_logging(level: int | str = logging.INFO) -> None:
     """Send every logger's lines to standard error in one form; Celery's and uvicorn's too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human("%(asctime)s %(levelname)-7s %(name)s  %(message)s"))
-    # Not shown, so not worth looking up for every line.
+    # Not shown, so not worth looking up for every line (the logging HOWTO's "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # type: ignore[attr-defined]
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

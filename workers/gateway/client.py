@@ -153,10 +153,11 @@ class HttpGateway:
                 raise GatewayError(message, phase=Phase.CLEANUP) from None
 
     async def _undo(self, gateway_url: str, rollout_id: str, registering: asyncio.Task[None]) -> None:
-        # Sent while the registration is still on its way, unregistering could arrive before it, and it would stay.
-        await asyncio.wait({registering}, timeout=self._cleanup_timeout / 2)
-        registering.cancel()
-        await asyncio.wait({registering})
+        if not registering.done():
+            # Sent while the registration is on its way, unregistering could arrive before it, and it would stay.
+            await asyncio.wait({registering}, timeout=self._cleanup_timeout / 2)
+            registering.cancel()
+            await asyncio.wait({registering})
         error = None if registering.cancelled() else registering.exception()
         if isinstance(error, GatewayStatusError) and error.status < 500:
             return  # refused: what has this id, if anything, is somebody else's
