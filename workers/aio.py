@@ -1,12 +1,48 @@
-"""Two small asyncio tools that the standard library lacks."""
+"""Small asyncio tools that the standard library lacks: deadlines that can pause, clean-up that runs to its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_clocks: ContextVar[tuple[asyncio.Timeout, ...]] = ContextVar("clocks", default=())
+
+
+@asynccontextmanager
+async def deadline(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Bound what happens inside, as `asyncio.timeout` does, with a clock that `off_the_clock` can stop."""
+    scope = asyncio.timeout(seconds)
+    token = _clocks.set((*_clocks.get(), scope))
+    try:
+        async with scope:
+            yield scope
+    finally:
+        _clocks.reset(token)
+
+
+@asynccontextmanager
+async def off_the_clock() -> AsyncIterator[None]:
+    """Stop the clocks of all deadlines around this, for waiting in a queue of our own.
+
+    When thousands of rollouts end at once, they wait for each other. That is no failure of the gateway that they wait
+    to talk to, and must not look like one.
+    """
+    loop = asyncio.get_running_loop()
+    left = [(clock, clock.when()) for clock in _clocks.get() if not clock.expired()]
+    stopped = [(clock, when - loop.time()) for clock, when in left if when is not None]
+    for clock, _ in stopped:
+        clock.reschedule(None)
+    try:
+        yield
+    finally:
+        for clock, seconds in stopped:
+            if not clock.expired():
+                clock.reschedule(loop.time() + seconds)
 
 
 async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:
@@ -32,7 +68,7 @@ async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:
 
 
 async def _bounded(work: Awaitable[T], timeout: float | None) -> T:
-    async with asyncio.timeout(timeout):
+    async with deadline(timeout):
         return await work
 
 

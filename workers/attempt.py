@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from producer.contract import ErrorInfo, Phase
-from workers.aio import uninterrupted
+from workers.aio import deadline, uninterrupted
 from workers.errors import (
     AgentError,
     EnvironmentHookError,
@@ -58,11 +58,10 @@ def log(rollout: Rollout, stage: str, message: str, *args: object, level: int = 
 async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> AsyncIterator[None]:
     """Enter ``phase`` under its deadline, note how long it took, and turn lateness and surprises into typed errors."""
     limit = rollout.request.deadlines.of(phase) if bounded else None
-    scope = asyncio.timeout(limit)
     rollout.enter(phase)
     began = time.monotonic()
     try:
-        async with scope:
+        async with deadline(limit) as scope:
             yield
     except RolloutError as error:
         error.phase = error.phase or phase
@@ -123,7 +122,7 @@ class Cleanup:
     async def _release(self, resource: AbstractAsyncContextManager[Any]) -> None:
         limit = self._rollout.request.deadlines.of(Phase.CLEANUP)
         try:
-            async with asyncio.timeout(limit):
+            async with deadline(limit):
                 await resource.__aexit__(None, None, None)
         except RolloutError as error:
             self._failed(error)

@@ -26,7 +26,7 @@ def configure_logging(level: int | str = logging.INFO) -> None:
     handler.setFormatter(_Human("%(asctime)s %(levelname)-7s %(name)s  %(message)s"))
     # Not shown, so not worth looking up for every line (the logging HOWTO's "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -52,13 +52,18 @@ async def measure(stack: LocalStack, release: Path) -> dict[str, Any]:
         began = time.perf_counter()
         batch = await producer.submit_many(null_requests(COUNT, "wait"), max_in_flight=COUNT)
         watching = asyncio.create_task(watch())
-        delivered = {result.rollout_id async for result in batch if result.completed}
+        delivered, failed = set(), None
+        async for result in batch:
+            failed = failed or result.error
+            delivered.add(result.rollout_id)
         seconds = time.perf_counter() - began
         done.set()
         await watching
     return {
         "in_flight": most,
         "delivered": len(delivered),
+        "completed": batch.counts.completed,
+        "first_error": str(failed) if failed else None,
         "seconds": seconds,
         "peak_rss_mb": peak / 1e6,
         "loop_lag_p99_ms": max(lag["p99"] for lag in lags),

@@ -1,7 +1,7 @@
 """A sandbox provider without sandboxes, for benchmarks: its agents only wait, or end at once.
 
 A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents started with the command
-``wait`` end when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears.
+``wait`` end when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears, 500 of them a second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ DONE = CommandResult(0)
 
 
 class NullJob:
-    def __init__(self, ends: asyncio.Event | None) -> None:
+    def __init__(self, ends: asyncio.Event | None, after: float = 0.0) -> None:
         self._ends = ends
+        self._after = after
 
     async def wait(self) -> CommandResult:
         if self._ends is not None:
             await self._ends.wait()
+            await asyncio.sleep(self._after)
         return DONE
 
     async def output(self) -> CommandResult | None:
@@ -35,10 +37,14 @@ class NullJob:
 class NullSandbox:
     def __init__(self, number: int, released: asyncio.Event) -> None:
         self.id = f"null-{number}"
+        self._number = number
         self._released = released
 
     async def start_job(self, command: str, **_: Any) -> BackgroundJob:
-        return NullJob(self._released if command == "wait" else None)
+        if command != "wait":
+            return NullJob(None)
+        # 500 a second: faster than they can be ended, but not all in one turn of the event loop.
+        return NullJob(self._released, after=self._number % 10_000 / 500)
 
     async def execute_command(self, command: str, **_: Any) -> CommandResult:
         return DONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ import orjson
 from pydantic import ValidationError
 
 from producer.contract import Phase
+from workers.aio import off_the_clock, uninterrupted
 from workers.errors import GatewayError
 from workers.gateway.connections import ManyConnections
 from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration, Trajectory, rollout_path
@@ -140,7 +141,7 @@ class HttpGateway:
         self, gateway_url: str, rollout_id: str, registering: asyncio.Task[None], *, quiet: bool
     ) -> None:
         try:
-            await _shielded(self._undo(gateway_url, rollout_id, registering), self._cleanup_timeout)
+            await uninterrupted(self._undo(gateway_url, rollout_id, registering), self._cleanup_timeout)
         except GatewayError as error:
             error.phase = Phase.CLEANUP
             logger.warning("rollout %s could not be unregistered: %s", rollout_id, error)
@@ -186,13 +187,22 @@ class HttpGateway:
         **request: Any,
     ) -> bytes:
         try:
-            async with self._slots:
+            async with self._slot():
                 response = await self._client.request(method, url, headers=self._headers | (headers or {}), **request)
         except httpx.HTTPError as error:
             self._raise_unanswered(url, error)
         if response.is_success or (missing_ok and response.status_code == 404):
             return response.content
         raise _refused(url, response)
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        async with off_the_clock():
+            await self._slots.acquire()
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     def _raise_unanswered(self, url: str, error: httpx.HTTPError) -> NoReturn:
         detail = _head(f"{type(error).__name__}: {error}")
@@ -253,27 +263,3 @@ def _url(gateway_url: str, rollout_id: str) -> str:
 
 def _head(text: str) -> str:
     return text[:DETAIL_LIMIT]
-
-
-async def _shielded(work: Coroutine[Any, Any, None], timeout: float) -> None:
-    """Run ``work`` to its end within ``timeout`` seconds, however often the caller is cancelled meanwhile.
-
-    A cancellation that came in between is raised afterwards. Raises `TimeoutError`.
-    """
-    task = asyncio.create_task(_bounded(work, timeout))
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled() and (error_of_work := task.exception()):
-            logger.warning("clean-up failed while being cancelled: %s", error_of_work)
-        raise cancelled
-    task.result()
-
-
-async def _bounded(work: Coroutine[Any, Any, None], timeout: float) -> None:
-    async with asyncio.timeout(timeout):
-        await work

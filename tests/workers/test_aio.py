@@ -1,0 +1,108 @@
+"""Deadlines that pause, and clean-up that is not interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from workers.aio import deadline, first_of, off_the_clock, uninterrupted
+
+
+def test_waiting_off_the_clock_costs_no_deadline() -> None:
+    async def scenario() -> None:
+        async with deadline(0.05), deadline(0.06):
+            async with off_the_clock():
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_of_the_time_counts_again_afterwards() -> None:
+    async def scenario() -> None:
+        async with deadline(0.05):
+            async with off_the_clock():
+                await asyncio.sleep(0.06)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+
+
+def test_a_task_started_inside_stops_the_same_clock() -> None:
+    async def queue() -> None:
+        async with off_the_clock():
+            await asyncio.sleep(0.1)
+
+    async def scenario() -> None:
+        async with deadline(0.05):
+            await asyncio.create_task(queue())
+
+    asyncio.run(scenario())
+
+
+def test_a_cancellation_while_off_the_clock_passes_and_restores_it() -> None:
+    async def scenario() -> str:
+        try:
+            async with deadline(10) as clock:
+                with pytest.raises(asyncio.CancelledError):
+                    async with off_the_clock():
+                        raise asyncio.CancelledError
+                assert clock.when() is not None
+                return "went on"
+        finally:
+            pass
+
+    assert asyncio.run(scenario()) == "went on"
+
+
+def test_uninterrupted_work_ends_before_the_cancellation_is_raised() -> None:
+    async def scenario() -> list[str]:
+        done: list[str] = []
+        go = asyncio.Event()
+
+        async def work() -> None:
+            await go.wait()
+            done.append("work")
+
+        task = asyncio.create_task(uninterrupted(work(), timeout=5))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return done
+
+    assert asyncio.run(scenario()) == ["work"]
+
+
+def test_uninterrupted_work_is_bounded_and_its_failure_is_raised() -> None:
+    async def fails() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(uninterrupted(asyncio.sleep(60), timeout=0.01))
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(uninterrupted(fails(), timeout=1))
+
+
+def test_first_of_cancels_the_others_and_raises_what_the_first_raised() -> None:
+    cancelled: list[str] = []
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append("other")
+
+    async def fails() -> None:
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        asyncio.run(first_of(for_ever(), fails(), timeout=5))
+    assert cancelled == ["other"]
+    assert asyncio.run(first_of(asyncio.sleep(0), for_ever(), timeout=5)) is True
+    assert asyncio.run(first_of(for_ever(), timeout=0.01)) is False
