@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,6 +18,8 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, SoftTimeLimitExceeded, Terminated
 from celery.utils import log as celery_log
 from kombu import serialization
+
+logger = logging.getLogger(__name__)
 
 
 class RunState(StrEnum):
@@ -65,8 +68,8 @@ class Runner(Protocol):
 class Job:
     """One task that the pool was given: its number, its request, and how far it got.
 
-    Celery keeps only a weak reference to it; the pool holds it until the last callback is posted. Only the pool's event
-    loop changes it.
+    Celery keeps only a weak reference to it; the pool holds it until the last callback is posted. Once it is admitted,
+    only the pool's event loop changes it.
     """
 
     pid: int  #: unique in this process: what Celery takes for the process that runs the task
@@ -86,6 +89,7 @@ class Job:
     state: RunState = RunState.WAITING
     cancel_reason: CancelReason | None = None
     accepted: bool = False
+    begun: bool = False  #: the coroutine has made its first step
     abandoned: bool = False  #: the hard time limit was reported; whatever the coroutine does now is of no interest
     outcome: Outcome | None = None  #: between the coroutine's end and the tracer's call
     coroutine: asyncio.Task[Any] | None = None
@@ -96,15 +100,8 @@ class Job:
         # Without the request: its arguments may hold secrets.
         return f"<Job {self.pid} {self.id} {self.state}>"
 
-    async def accept(self) -> None:
-        """Tell Celery that the task has begun, which acknowledges its message; only the first call counts.
-
-        Celery does this on its own thread, after this returns: a broker that is away does not hold up the coroutine.
-        """
-        self.mark_accepted()
-
     def mark_accepted(self) -> None:
-        """Post Celery's callback for a task that has begun, once."""
+        """Have Celery told that the task has begun, which acknowledges its message; only the first call counts."""
         if not self.accepted:
             self.accepted = True
             self.runner.post(self, self.on_accept, self.pid, time.monotonic())
@@ -157,8 +154,20 @@ def enter(job: Job) -> Callable[[], None]:
     return lambda: _current.reset(token)
 
 
+def refusal_of(job: Job) -> ExceptionInfo | None:
+    """Ask the task whether it admits ``job``; returns what to tell Celery's error callback if it does not."""
+    try:
+        admitted = not job.awaits_coroutine or job.task.admit(job)
+    except Exception:
+        logger.exception("Task %s could not be admitted", job.id)
+        job.mark_accepted()  # Celery does not acknowledge the message of a task that fails before it began
+        return ExceptionInfo()
+    return None if admitted else exception_info(Ignore("there is nothing to do"))
+
+
 async def run_coroutine(job: Job) -> object:
     """Run the task's own coroutine as ``job``."""
+    job.begun = True
     _current.set(job)
     try:
         return await job.task.run(*job.request["args"], **job.request["kwargs"])
@@ -178,6 +187,9 @@ def outcome_of(job: Job, coroutine: asyncio.Task[Any]) -> Outcome | ExceptionInf
     - TIMEOUT: `SoftTimeLimitExceeded`, a failure;
     - SHUTDOWN, CANCELLED, LEASE_LOST: `Ignore`, so that nothing is stored;
     - no reason, when the task cancelled itself or what it awaited was cancelled: a failure that says so.
+
+    A coroutine that was cancelled before its first step never has an `Outcome`: Celery's tracer would run the task's
+    hooks for what did not begin.
     """
     if not coroutine.cancelled():
         error = coroutine.exception()
@@ -186,11 +198,24 @@ def outcome_of(job: Job, coroutine: asyncio.Task[Any]) -> Outcome | ExceptionInf
         case CancelReason.REVOKED:
             return terminated()
         case CancelReason.TIMEOUT:
-            return Outcome(error=SoftTimeLimitExceeded(job.soft_timeout))
+            passed: Exception = SoftTimeLimitExceeded(job.soft_timeout)
         case None:
-            return Outcome(error=RuntimeError("the coroutine was cancelled, but nobody asked the pool to cancel it"))
+            passed = RuntimeError("the coroutine was cancelled, but nobody asked the pool to cancel it")
         case reason:
-            return Outcome(error=Ignore(f"cancelled: {reason}"))
+            passed = Ignore(f"cancelled: {reason}")
+    return Outcome(error=passed) if job.begun else exception_info(passed)
+
+
+def end_of_waiting(job: Job) -> ExceptionInfo | None:
+    """Return what to tell Celery's error callback of a job that is dropped while it waits.
+
+    None when nothing is to be told: the broker still holds the message, and gives it to another worker.
+    """
+    if job.cancel_reason is CancelReason.REVOKED:
+        return terminated()
+    if job.accepted or job.cancel_reason not in {None, CancelReason.SHUTDOWN}:
+        return exception_info(Ignore(f"dropped: {job.cancel_reason}"))
+    return None
 
 
 def in_signal_handler() -> bool:
@@ -225,10 +250,6 @@ class AsyncTask(Task):
 
     abstract = True
 
-    #: Whether the task says itself when it has begun, by ``await current_job().accept()``, which acknowledges its
-    #: message. Otherwise the pool does so before it starts the coroutine, and in any case when the coroutine has ended.
-    accepts_itself: bool = False
-
     @classmethod
     def on_bound(cls, app: Celery) -> None:
         """Refuse, when the task is registered, what would not run as meant; raises `TypeError`."""
@@ -238,6 +259,23 @@ class AsyncTask(Task):
             raise TypeError(f"{cls.name}: a task with base=AsyncTask must be an `async def`")
         if getattr(cls, "autoretry_for", ()):
             raise TypeError(f"{cls.name}: autoretry_for does not see what a coroutine raises; use self.retry")
+
+    def admit(self, job: Job) -> bool:
+        """Say whether there is anything to do for ``job``; if not, its message is acknowledged and nothing is stored.
+
+        Called on Celery's own thread before the job enters the pool. That thread also serves signals and remote
+        control, so this must be short. What it raises fails the task. A task that takes its work over here, for example
+        by a lock elsewhere, calls ``job.mark_accepted()``: then a lost broker connection does not drop the job while it
+        waits. Every job that was admitted ends in Celery's tracer or in `dropped`.
+        """
+        return True
+
+    def dropped(self, job: Job) -> None:
+        """Undo what `admit` did for a job that ends without Celery's tracer; on one of its threads, so it may wait.
+
+        ``job.cancel_reason`` says why; None when the broker connection was lost, whose message another worker gets.
+        Most such jobs never began. Others were revoked, or ran out of their hard time limit; their coroutine has ended.
+        """
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Hand over the outcome of the job whose tracer calls; without one, run the coroutine to its end."""

@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import redis
-from celery import Celery
+from celery import Celery, states
 from celery.exceptions import Ignore
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from producer.contract import (
     ErrorInfo,
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 #: Threads for calls to Redis: they wait on the network, not on each other.
 _REDIS_THREADS = 4
 _RETRY_DELAY_MAX = 60.0
+#: Seconds that a claim may wait for Redis: it holds Celery's own thread, which serves signals and remote control.
+CLAIM_PATIENCE = 5.0
 
 T = TypeVar("T")
 
@@ -67,6 +71,7 @@ class Fleet:
         self.pool = pool
         self.worker = pool.hostname or f"worker@{socket.gethostname()}"
         self.store = connect(self.settings, self.app)
+        self._claims = connect(self.settings, self.app, patience=CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
         key = self.settings.gateway_control_key
         self._systems = Systems(
             gateway=HttpGateway(control_key=key.get_secret_value() if key else None),
@@ -99,46 +104,87 @@ class Fleet:
             await self._keyless.gateway.aclose()
             self._threads.shutdown(wait=False)
             self.store.client.close()
+            self._claims.client.close()
             keeper_store.client.close()
 
-    # -- running one rollout ------------------------------------------------------------------------------------------
+    # -- claiming, on Celery's own thread -----------------------------------------------------------------------------
 
-    async def run(self, job: Job, carried: object = None) -> RolloutResult:
-        """Claim the rollout that ``job`` wakes us for, and run one attempt.
+    def claim(self, job: Job, carried: object = None) -> bool:
+        """Claim the rollout that ``job`` wakes us for, and keep its lease; False when there is nothing to do.
 
-        ``carried`` is the request of a message that carries its own. Raises `Ignore` when there is nothing to report:
-        a duplicate wake-up, a lost lease, or a rollout that was given back to run again.
+        ``carried`` is the request of a message that carries its own. True also for an invalid one, of which there is no
+        record: `run` tells what is wrong with it.
         """
+        if job.id in self._held:
+            # A duplicate, or its last attempt lost the lease and still cleans up, which will end what is held under
+            # this id. Then the sweep sends it again.
+            logger.info("%s: held by this worker, nothing to do", job.id, extra=_about(job.id))
+            return False
         try:
-            offered = _offered(job.id, carried)
-        except InvalidRequestError as error:
-            return RolloutResult(rollout_id=job.id, **_invalid(str(error)))
-        claim = await self._claim(job, offered)
-        self._held[claim.rollout_id] = job, claim
-        self.keeper.hold(claim.rollout_id, claim.attempt)
-        try:
-            await job.accept()
-            return await self._attempt(job, claim)
-        except BaseException:
-            self.release(claim.rollout_id)
-            raise
-        finally:
-            self._running.pop(claim.rollout_id, None)
-
-    async def _claim(self, job: Job, offered: RolloutRequest | None) -> Claim:
-        try:
-            claim = await self._in_thread(lambda: self.store.claim(job.id, self.worker, offered))
+            claim = self._claims.claim(job.id, self.worker, _offered(job.id, carried))
+        except InvalidRequestError:
+            return True
         except redis.RedisError as error:
             # Redis is away. Holding the message would end the worker; the sweep sends it again.
             logger.warning("%s: not claimed, Redis does not answer: %s", job.id, error, extra=_about(job.id))
-            raise Ignore from error
+            return False
         if isinstance(claim, Claim):
-            return claim
+            self._held[job.id] = job, claim
+            self.keeper.hold(job.id, claim.attempt)
+            return True
         if claim == "unknown":
             logger.error("%s: a message without a record; the record expired or Redis lost it", job.id)
         else:
             logger.info("%s: already %s, nothing to do", job.id, claim, extra=_about(job.id))
-        raise Ignore
+        return False
+
+    def hand_back(self, job: Job) -> None:
+        """Give up the claim of a job that will not run: end what was cancelled, let another worker run the rest.
+
+        For the tracers' threads. Where Redis does not answer the lease lapses, and the sweep does the same.
+        """
+        held = self._held.get(job.id)
+        if held is None or held[0] is not job:
+            return
+        try:
+            if job.cancel_reason is not CancelReason.LEASE_LOST:
+                self._give_up(job, held[1])
+        except (redis.RedisError, InvalidRequestError) as error:
+            logger.warning("%s: not handed back, its lease lapses: %s", job.id, error, extra=_about(job.id))
+        finally:
+            self.release(job.id)
+
+    def _give_up(self, job: Job, claim: Claim) -> None:
+        request = RolloutRequest.parse(claim.request)
+        if job.cancel_reason not in {CancelReason.CANCELLED, CancelReason.REVOKED}:
+            counts = job.cancel_reason is not CancelReason.SHUTDOWN
+            why = f"worker {self.worker} did not start it: {job.cancel_reason}"
+            if self._claims.release(request, claim.attempt, why=why, counts=counts, front=True) != Requeue.CANCELLED:
+                return
+        error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled before it began")
+        about = {"error": error, "attempt": claim.attempt, "worker": self.worker}
+        result = RolloutResult.for_request(request, StopCondition.CANCELLED, **about)
+        encoded = self.app.backend.encoded(job.id, result, states.SUCCESS)
+        self._claims.commit(job.id, claim.attempt, claim.batch_id, result.stop_condition, encoded)
+
+    # -- running one rollout ------------------------------------------------------------------------------------------
+
+    async def run(self, job: Job, carried: object = None) -> RolloutResult:
+        """Run one attempt of the rollout that was claimed for ``job``.
+
+        ``carried`` is the request of a message that carries its own. Raises `Ignore` when there is nothing to report:
+        a lost lease, or a rollout that was given back to run again.
+        """
+        held = self._held.get(job.id)
+        if held is None or held[0] is not job:
+            return _refused(job.id, carried)
+        try:
+            return await self._attempt(job, held[1])
+        except BaseException:
+            self.release(job.id)
+            raise
+        finally:
+            self._running.pop(job.id, None)
 
     async def _attempt(self, job: Job, claim: Claim) -> RolloutResult:
         about = {"attempt": claim.attempt, "worker": self.worker, "batch_id": claim.batch_id}
@@ -254,10 +300,18 @@ class Fleet:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
-def connect(settings: WorkerSettings, app: Celery) -> JobStore:
-    """Return a job store on a Redis connection pool of its own."""
+def connect(settings: WorkerSettings, app: Celery, *, patience: float = 10.0, **options: Any) -> JobStore:
+    """Return a job store on a Redis connection pool of its own, which waits ``patience`` seconds for an answer.
+
+    ``options`` are more of redis-py's.
+    """
     client = redis.Redis.from_url(
-        settings.redis_url, socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True, health_check_interval=25
+        settings.redis_url,
+        socket_timeout=patience,
+        socket_connect_timeout=min(patience, 5),
+        socket_keepalive=True,
+        health_check_interval=25,
+        **options,
     )
     return JobStore(client, app, lease_ttl=settings.lease_ttl)
 
@@ -271,6 +325,15 @@ def _offered(task_id: str, carried: object) -> RolloutRequest | None:
             raise InvalidRequestError("rollout_id: differs from the message's task id; send it with task_id=rollout_id")
         carried = {**carried, "rollout_id": task_id}
     return RolloutRequest.parse(carried)
+
+
+def _refused(task_id: str, carried: object) -> RolloutResult:
+    """Tell what is wrong with a message's own request; raises `Ignore` when nothing is: then its claim is gone."""
+    try:
+        _offered(task_id, carried)
+    except InvalidRequestError as error:
+        return RolloutResult(rollout_id=task_id, **_invalid(str(error)))
+    raise Ignore
 
 
 def _invalid(message: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     Celery's main thread              the event loop's thread             a tracer's thread
     ────────────────────              ───────────────────────             ─────────────────
-    message ──▶ on_apply ───────────▶ start when a slot is free
+    message ──▶ task.admit(...)
+                on_apply ───────────▶ start when a slot is free
     on_accepted (acknowledges) ◀───── accept
                                       await task.run(...)
                                       keep its outcome ─────────────────▶ Celery's own tracer calls the task,
@@ -26,8 +27,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
@@ -43,12 +44,13 @@ from workers.asynctask import (
     Outcome,
     RunState,
     current_job,
+    end_of_waiting,
     enter,
     exception_info,
     in_signal_handler,
     outcome_of,
+    refusal_of,
     run_coroutine,
-    terminated,
 )
 from workers.threads import LoopLag, LoopThread, Mailbox, Tracers, calm_garbage_collector
 
@@ -60,9 +62,9 @@ logger = logging.getLogger(__name__)
 class AsyncioPool(BasePool):
     """Runs the coroutines of `AsyncTask` on one event loop, at most ``limit`` jobs at once; other tasks in threads.
 
-    A job keeps its slot until Celery's tracer has stored its result. Jobs beyond the limit wait, unaccepted: the broker
-    still holds their messages. Ordinary tasks share the few threads of the tracers, so they should be short; neither
-    time limits nor cancelling reach them.
+    A job keeps its slot until Celery's tracer has stored its result. Jobs beyond the limit wait; the broker still holds
+    their messages, unless the task accepted them when it admitted them. Ordinary tasks share the few threads of the
+    tracers, so they should be short; neither time limits nor cancelling reach them.
 
     Time limits of coroutines: at the soft one the coroutine is cancelled with `CancelReason.TIMEOUT`, for a coroutine
     cannot be thrown into safely, and becomes `SoftTimeLimitExceeded` unless it catches that. At the hard one Celery
@@ -166,14 +168,9 @@ class AsyncioPool(BasePool):
             raise ValueError(f"cannot shrink the pool by {n}: {self._running} of its {self.limit} slots are busy")
         self.limit = remaining
 
-    @asynccontextmanager
-    async def _lifespan(self) -> AsyncIterator[None]:
+    def _lifespan(self) -> AbstractAsyncContextManager[None]:
         lifespan = getattr(self.app, "pool_lifespan", None)
-        if lifespan is None:
-            yield
-        else:
-            async with lifespan(self):
-                yield
+        return lifespan(self) if lifespan else nullcontext()
 
     def _on_loop_lost(self) -> None:
         # Without its loop the worker would go on taking messages. Celery reads this flag whenever its own loop turns.
@@ -198,8 +195,8 @@ class AsyncioPool(BasePool):
     ) -> Job:
         """Take a task from Celery, on Celery's thread. Of ``callback`` and ``error_callback`` one will be called.
 
-        Exceptions are a job that is never accepted because the worker shuts down, whose message the broker restores,
-        and one that exceeds its hard time limit, of which ``timeout_callback`` tells.
+        Exceptions are a job that is never accepted because the worker shuts down or loses its connection, whose message
+        the broker restores, and one that exceeds its hard time limit, of which ``timeout_callback`` tells.
         """
         name, task_id, request, *_rest = args
         job = Job(
@@ -217,15 +214,19 @@ class AsyncioPool(BasePool):
             soft_timeout=soft_timeout or self.options.get("soft_timeout"),
             timeout=timeout or self.options.get("timeout"),
         )
-        if not self._closing:
-            self._jobs[job.pid] = job
-            self._loop.call(self._enqueue, job)
+        if self._closing:
+            return job
+        if (refusal := refusal_of(job)) is not None:
+            self.post(job, job.on_error, refusal)
+            return job
+        self._jobs[job.pid] = job
+        self._loop.call(self._enqueue, job)
         return job
 
     def _enqueue(self, job: Job) -> None:
         self._waiting.append(job)
-        if self._closing:
-            self._drop_waiting()
+        if self._closing or job.cancel_reason is not None:  # since it was admitted
+            self._drop(job)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -235,12 +236,10 @@ class AsyncioPool(BasePool):
     def _start(self, job: Job) -> None:
         self._running += 1
         job.state = RunState.RUNNING
+        job.mark_accepted()
         if not job.awaits_coroutine:
-            job.mark_accepted()
             self._tracers.submit(self._trace, job)
             return
-        if not job.task.accepts_itself:
-            job.mark_accepted()
         loop = asyncio.get_running_loop()
         job.coroutine = loop.create_task(run_coroutine(job), name=job.id)
         job.coroutine.add_done_callback(functools.partial(self._ended, job))
@@ -253,17 +252,13 @@ class AsyncioPool(BasePool):
         for timer in job.timers:
             timer.cancel()
         outcome = outcome_of(job, coroutine)
-        if job.abandoned or (_let_shutdown_pass(job, coroutine) and not job.accepted):
-            # The latter ended before it began, for Celery: the broker gives its message to another worker.
-            self._finish(job)
-            return
-        job.mark_accepted()
-        if isinstance(outcome, Outcome):
+        if job.abandoned:
+            self._tracers.submit(self._let_go, job, None)
+        elif isinstance(outcome, Outcome):
             job.outcome = outcome
             self._tracers.submit(self._trace, job)
         else:
-            self.post(job, job.on_error, outcome)
-            self._finish(job)
+            self._tracers.submit(self._let_go, job, outcome)
 
     def _trace(self, job: Job) -> None:
         """Have Celery's tracer run or conclude the task, on a tracer's thread."""
@@ -282,11 +277,24 @@ class AsyncioPool(BasePool):
             leave()
             self._loop.call(self._finish, job)
 
+    def _let_go(self, job: Job, ending: ExceptionInfo | None) -> None:
+        """Tell the task and then Celery of a job that ends without Celery's tracer, on a tracer's thread."""
+        try:
+            if job.awaits_coroutine:
+                job.task.dropped(job)
+        except Exception:
+            logger.exception("Task %s: what it was admitted for could not be undone", job.id)
+        finally:
+            if ending is not None:
+                self.post(job, job.on_error, ending)
+            self._loop.call(self._finish, job)
+
     def _finish(self, job: Job) -> None:
         self._jobs.pop(job.pid, None)
+        if job.state is RunState.RUNNING:  # not one that was dropped while it waited
+            self._running -= 1
         job.state = RunState.FINISHED
         job.coroutine = None  # its error's traceback leads back to the job: a cycle
-        self._running -= 1
         self._start_waiting()
         if self._closing:
             self._mailbox.wake()
@@ -310,9 +318,9 @@ class AsyncioPool(BasePool):
 
     def _cancel(self, job: Job, reason: CancelReason) -> None:
         if job.state is RunState.WAITING:
-            self._drop(job)
-            if reason is CancelReason.REVOKED:
-                self.post(job, job.on_error, terminated())
+            job.cancel_reason = job.cancel_reason or reason
+            if job in self._waiting:  # else it is still being admitted, and dropped when it arrives
+                self._drop(job)
         elif job.coroutine is None:
             if job.state is RunState.RUNNING:
                 logger.warning("Task %s cannot be cancelled (%s): it runs in a thread", job.id, reason)
@@ -323,15 +331,16 @@ class AsyncioPool(BasePool):
 
     def _drop(self, job: Job) -> None:
         self._waiting.remove(job)
-        self._jobs.pop(job.pid, None)
         job.state = RunState.FINISHED
+        if self._closing:
+            job.cancel_reason = job.cancel_reason or CancelReason.SHUTDOWN
+        self._tracers.submit(self._let_go, job, end_of_waiting(job))
 
     def _exceeded_softly(self, job: Job) -> None:
         self.post(job, job.on_timeout, True, job.soft_timeout)
         self._cancel(job, CancelReason.TIMEOUT)
 
     def _exceeded(self, job: Job) -> None:
-        job.mark_accepted()
         self.post(job, job.on_timeout, False, job.timeout)
         job.abandoned = True
         job.cancel_reason = job.cancel_reason or CancelReason.TIMEOUT
@@ -341,7 +350,7 @@ class AsyncioPool(BasePool):
     # -- stopping, on Celery's thread ----------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Drop what waits: called when the broker connection is lost or closed, which restores unaccepted messages."""
+        """Drop what waits unaccepted: the broker connection is lost or closed, which restores its messages."""
         self._loop.call(self._drop_waiting)
 
     def on_stop(self) -> None:
@@ -350,12 +359,10 @@ class AsyncioPool(BasePool):
         SIGQUIT or a second SIGINT makes it a cold shutdown: Celery then calls this from within its signal handler,
         which must not wait, for the thread that it interrupted may hold any lock. Whoever it interrupted does.
         """
-        if in_signal_handler():
+        if in_signal_handler() or worker_state.should_terminate:
             self._begin_cold_shutdown()
-            return
-        if worker_state.should_terminate:
-            self._begin_cold_shutdown()
-        self._shut_down()
+        if not in_signal_handler():
+            self._shut_down()
 
     def on_terminate(self) -> None:
         """Shut down coldly: cancel every coroutine, and give their clean-up `shutdown_grace` seconds."""
@@ -375,7 +382,8 @@ class AsyncioPool(BasePool):
 
     def _drop_waiting(self) -> None:
         for job in list(self._waiting):
-            self._drop(job)
+            if self._closing or not job.accepted:
+                self._drop(job)
 
     def _shut_down(self) -> None:
         self._closing = True
@@ -389,7 +397,3 @@ class AsyncioPool(BasePool):
         self._mailbox.serve(timeout=0)
         self._loop.stop()
         self._tracers.stop()
-
-
-def _let_shutdown_pass(job: Job, coroutine: asyncio.Task[Any]) -> bool:
-    return coroutine.cancelled() and job.cancel_reason is CancelReason.SHUTDOWN

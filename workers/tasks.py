@@ -9,30 +9,45 @@ from celery import Celery, signals
 from producer import broker
 from producer.contract import RolloutResult
 from workers.fleet import Fleet
-from workers.pool import AsyncTask, current_job
+from workers.pool import AsyncTask, Job, current_job
 
 
 def register_tasks(app: Celery, fleet: Fleet) -> None:
     """Register the fleet's tasks with ``app``."""
 
     class RolloutTask(AsyncTask):
-        """Claims its record before the message is acknowledged: until then the broker still holds it."""
+        """Claims its record on Celery's own thread: a duplicate costs the pool nothing, and no thread has to switch."""
 
         abstract = True
-        accepts_itself = True
+
+        def admit(self, job: Job) -> bool:
+            """Claim the rollout; from then on its record counts, not its message."""
+            if not fleet.claim(job, _carried(*job.request["args"], **job.request["kwargs"])):
+                return False
+            job.mark_accepted()
+            return True
+
+        def dropped(self, job: Job) -> None:
+            """Hand the claim back."""
+            fleet.hand_back(job)
 
     def release(task_id: str, **_: Any) -> None:
         """Whatever became of the result, nobody works on the rollout any more: its lease must not be renewed."""
         fleet.release(task_id)
 
-    @app.task(base=RolloutTask, name=broker.RUN_ROLLOUT)
+    @app.task(base=RolloutTask, name=broker.RUN_ROLLOUT, shared=False)
     async def run_rollout(request: object = None) -> RolloutResult:
         """Run the rollout whose id is the task's id; ``request`` carries it where no producer wrote a record."""
         return await fleet.run(current_job(), request)
 
     signals.task_postrun.connect(release, sender=run_rollout, weak=False)
 
-    @app.task(name=broker.SWEEP, ignore_result=True)
+    @app.task(name=broker.SWEEP, ignore_result=True, shared=False)
     def sweep_lapsed() -> None:
         """Requeue what dead workers left behind."""
         fleet.sweep()
+
+
+def _carried(request: object = None) -> object:
+    """Return the request of a message that carries one; `TypeError` for arguments that the task does not take."""
+    return request

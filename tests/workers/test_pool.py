@@ -289,40 +289,210 @@ def test_a_task_that_would_not_run_as_meant_is_refused(app: Celery) -> None:
         registered(app, retried, autoretry_for=(ValueError,))
 
 
-# -- accepting ---------------------------------------------------------------------------------------------------------
+# -- admitting and accepting -------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_accepts_itself_is_not_accepted_before(app: Celery, driver: Driver) -> None:
-    claimed = threading.Event()
-    accepted = threading.Event()
+class Door:
+    """An `AsyncTask.admit` that says what it is told to, and a `AsyncTask.dropped` that takes notes."""
 
-    async def claim() -> str:
-        while not claimed.is_set():
-            await asyncio.sleep(0.002)
-        await current_job().accept()
-        await current_job().accept()
-        while not accepted.is_set():
-            await asyncio.sleep(0.002)
-        return "done"
+    def __init__(self, answer: Any = True, accepts: bool = False) -> None:
+        self.answer = answer
+        self.accepts = accepts
+        self.asked: list[tuple[RunState, str]] = []
+        self.dropped: list[tuple[CancelReason | None, str]] = []
+        self.then: Callable[[Job], object] = lambda _: None
 
-    notes = Notes()
-    job = driver.apply(registered(app, claim, accepts_itself=True), notes=notes)
-    wait_until(lambda: job.state is RunState.RUNNING)
-    assert notes.told == []
-    claimed.set()
+    def hooks(self) -> dict[str, Callable[[Any, Job], Any]]:
+        return {"admit": lambda _, job: self._admit(job), "dropped": lambda _, job: self._drop(job)}
+
+    def _admit(self, job: Job) -> bool:
+        self.asked.append((job.state, threading.current_thread().name))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.accepts:
+            job.mark_accepted()
+        self.then(job)
+        return bool(self.answer)
+
+    def _drop(self, job: Job) -> None:
+        self.dropped.append((job.cancel_reason, threading.current_thread().name.split("-")[0]))
+
+
+def test_a_job_is_admitted_on_celerys_thread_before_it_enters_the_pool(app: Celery, driver: Driver) -> None:
+    gate, door, notes = Gate(), Door(), Notes()
+    seen: list[tuple[int, list[str]]] = []
+    door.then = lambda _: seen.append((len(driver.pool._jobs), notes.names()))
+    driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    assert door.asked == [(RunState.WAITING, threading.current_thread().name)]
+    assert seen == [(0, [])]
+    gate.open.set()
+    assert notes.ending() == ("result", 0, "through")
+    assert notes.names() == ["accepted", "result"]
+    assert door.dropped == []
+
+
+def test_an_admit_that_blocks_holds_up_nothing_that_runs(app: Celery, driver: Driver) -> None:
+    """Celery's thread waits; the loop goes on."""
+    gate, door, running = Gate(), Door(), Notes()
+    driver.apply(gate.task(app), notes=running)
+    wait_until(lambda: gate.entered)
+
+    def let_the_other_end(_: Job) -> None:
+        gate.open.set()
+        running.ending()
+
+    async def admitted() -> None: ...
+
+    door.then = let_the_other_end
+    assert driver.run(registered(app, admitted, **door.hooks())) == ("result", 0, None)
+    assert running.names() == ["accepted", "result"]
+
+
+def test_a_job_that_is_not_admitted_never_enters_the_pool(app: Celery, driver: Driver) -> None:
+    gate, door, notes = Gate(), Door(answer=False), Notes()
+    job = driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    assert driver.pool._jobs == {}
+    kind, error = notes.ending()
+    assert (kind, type(error), notes.names()) == ("error", Ignore, ["error"])
+    job.cancel(CancelReason.CANCELLED)
+    driver.pool.stop()
+    assert (gate.entered, driver.tracer_threads, door.dropped) == ([], set(), [])
+
+
+def test_an_admit_that_raises_fails_the_task(app: Celery, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    gate, door, notes = Gate(), Door(answer=ZeroDivisionError("no")), Notes()
+    driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    kind, error = notes.ending()
+    assert (kind, type(error), notes.names()) == ("error", ZeroDivisionError, ["accepted", "error"])
+    assert "id-wait could not be admitted" in caplog.text
+    assert (driver.pool._jobs, door.dropped) == ({}, [])
+
+
+def test_a_task_may_accept_what_it_admits_while_the_job_waits(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, notes = Gate(), Notes()
+    task = gate.task(app, **Door(accepts=True).hooks())
+    driver.apply(task)
+    driver.apply(task, notes=notes)
     wait_until(lambda: notes.names() == ["accepted"])
-    accepted.set()
+    assert driver.pool.info["waiting"] == 1
+    gate.open.set()
     notes.ending()
+    driver.pool.stop()
     assert notes.names() == ["accepted", "result"]
 
 
-def test_a_task_that_never_accepts_is_accepted_when_it_ends(app: Celery, driver: Driver) -> None:
-    async def forget() -> None: ...
+@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("reason", [CancelReason.REVOKED, CancelReason.CANCELLED, CancelReason.LEASE_LOST])
+def test_a_waiting_job_that_is_cancelled_is_told_to_its_task_and_to_celery(
+    app: Celery, reason: CancelReason, accepts: bool
+) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, door, notes = Gate(), Door(accepts=accepts), Notes()
+    driver.apply(gate.task(app, name="first"))
+    job = driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    job.cancel(reason)
+    job.cancel(CancelReason.SHUTDOWN)  # the first one counts
+    kind, error = notes.ending()
+    assert (kind, type(error)) == ("error", Terminated if reason is CancelReason.REVOKED else Ignore)
+    assert notes.names() == ["accepted"] * accepts + ["error"]
+    assert door.dropped == [(reason, "tracer")]
+    gate.open.set()
+    driver.pool.stop()
+    assert gate.entered == ["id-first"]
 
-    notes = Notes()
-    driver.apply(registered(app, forget, accepts_itself=True), notes=notes)
+
+def test_a_job_that_is_cancelled_while_it_is_being_admitted(app: Celery, driver: Driver) -> None:
+    """Whoever was told of the claim may cancel it before it has reached the event loop."""
+    gate, door, notes = Gate(), Door(accepts=True), Notes()
+
+    def cancel_and_let_the_loop_see_it(job: Job) -> None:
+        job.cancel(CancelReason.LEASE_LOST)
+        wait_until(lambda: job.cancel_reason)
+
+    door.then = cancel_and_let_the_loop_see_it
+    driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    kind, error = notes.ending()
+    assert (kind, type(error)) == ("error", Ignore)
+    assert door.dropped == [(CancelReason.LEASE_LOST, "tracer")]
+    assert gate.entered == []
+    wait_until(lambda: driver.pool._jobs == {})
+    assert driver.pool.info["in-flight"] == 0
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_shutdown_tells_the_task_of_what_it_drops(app: Celery, accepts: bool) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, door, notes = Gate(), Door(accepts=accepts), Notes()
+    driver.apply(gate.task(app, name="first"))
+    driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    driver.pool.terminate()
+    assert door.dropped == [(CancelReason.SHUTDOWN, "tracer")]
+    # What was not accepted the broker gives to another worker.
+    assert notes.names() == (["accepted", "error"] if accepts else [])
+    late = Notes()
+    driver.apply(gate.task(app, name="late", **door.hooks()), notes=late)
+    assert (len(door.asked), late.told) == (1, []), "a pool that closes asks for nothing more"
+
+
+def test_a_shutdown_waits_until_the_task_was_told(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate = Gate()
+    entered, told = threading.Event(), threading.Event()
+
+    def dropped(_: object, __: Job) -> None:
+        entered.set()
+        told.wait(5)
+
+    driver.apply(gate.task(app, name="first"))
+    driver.apply(gate.task(app, dropped=dropped))
+    wait_until(lambda: gate.entered)
+    stopping = threading.Thread(target=driver.pool.terminate)
+    stopping.start()
+    assert entered.wait(5)
+    wait_until(lambda: len(driver.pool._jobs) == 1)
+    assert stopping.is_alive()
+    told.set()
+    stopping.join(5)
+    assert not stopping.is_alive()
+
+
+def test_a_dropped_that_raises_is_logged(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    def dropped(_: object, __: Job) -> None:
+        raise ZeroDivisionError
+
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, notes = Gate(), Notes()
+    driver.apply(gate.task(app, name="first"))
+    driver.apply(gate.task(app, dropped=dropped), notes=notes).cancel(CancelReason.CANCELLED)
+    assert notes.ending()[0] == "error"
+    assert "could not be undone" in caplog.text
+    driver.pool.terminate()
+
+
+@pytest.mark.parametrize("reason", [CancelReason.REVOKED, CancelReason.SHUTDOWN])
+def test_a_task_is_told_of_every_job_that_ends_without_the_tracer(
+    app: Celery, driver: Driver, reason: CancelReason
+) -> None:
+    """It runs when it is revoked, or is given up at its hard time limit; the other endings are the tracer's."""
+    gate, door, notes = Gate(), Door(), Notes()
+    job = driver.apply(gate.task(app, **door.hooks()), notes=notes)
+    wait_until(lambda: gate.entered)
+    job.cancel(reason)
     notes.ending()
-    assert notes.names() == ["accepted", "result"]
+    assert door.dropped == ([(reason, "tracer")] if reason is CancelReason.REVOKED else [])
+
+
+def test_a_task_is_told_of_a_job_over_its_hard_time_limit(app: Celery, driver: Driver) -> None:
+    gate, door, notes = Gate(), Door(), Notes()
+    driver.apply(gate.task(app, **door.hooks()), notes=notes, timeout=0.05)
+    wait_until(lambda: door.dropped == [(CancelReason.TIMEOUT, "tracer")])
+    assert notes.names() == ["accepted", "timeout"]
 
 
 def test_accepting_does_not_block_the_loop(app: Celery, driver: Driver) -> None:
@@ -528,15 +698,18 @@ def test_a_job_that_is_cancelled_before_its_first_step(app: Celery, driver: Driv
     async def late() -> None:
         ran.append(1)
 
-    task, notes = registered(app, late), Notes()
+    door, notes = Door(), Notes()
+    task = registered(app, late, **door.hooks())
 
     def at_once() -> None:
         job = driver.apply(task, notes=notes)
         job.cancel(CancelReason.CANCELLED)
 
     driver.pool._loop.call(at_once)
-    kind, _, error = notes.ending()
-    assert (kind, type(error), ran) == ("result", Ignore, [])
+    kind, error = notes.ending()
+    assert (kind, type(error), ran) == ("error", Ignore, [])
+    assert door.dropped == [(CancelReason.CANCELLED, "tracer")]
+    wait_until(lambda: driver.pool.info["in-flight"] == 0)
 
 
 def test_an_ordinary_task_that_cannot_be_cancelled_says_so(
@@ -798,17 +971,6 @@ def test_a_cold_shutdown_runs_every_clean_up(app: Celery) -> None:
     driver.pool.stop()
 
 
-def test_a_cold_shutdown_leaves_an_unaccepted_message_to_the_broker(app: Celery) -> None:
-    driver = Driver(app)
-    driver.pool.start()
-    gate, notes = Gate(), Notes()
-    driver.apply(gate.task(app, accepts_itself=True), notes=notes)
-    wait_until(lambda: gate.entered)
-    driver.pool.terminate()
-    assert gate.left == [CancelReason.SHUTDOWN]
-    assert notes.told == []
-
-
 def test_a_cold_shutdown_does_not_wait_for_ever(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
     class Impatient(AsyncioPool):
         shutdown_grace = 0.1
@@ -853,19 +1015,34 @@ def test_a_signal_handler_turns_a_warm_shutdown_into_a_cold_one_without_waiting(
     assert (kind, type(error)) == ("result", Ignore)
 
 
-def test_a_lost_connection_drops_what_waits(app: Celery) -> None:
+def test_a_lost_connection_keeps_what_was_accepted(app: Celery) -> None:
+    """Its message was acknowledged: nobody else will run it."""
     driver = Driver(app, limit=1)
     driver.pool.start()
-    gate, waiting = Gate(), Notes()
-    task = gate.task(app)
-    driver.apply(task)
-    job = driver.apply(task, notes=waiting)
+    gate, door, waiting = Gate(), Door(accepts=True), Notes()
+    driver.apply(gate.task(app, name="first"))
+    driver.apply(gate.task(app, **door.hooks()), notes=waiting)
+    wait_until(lambda: gate.entered)
+    driver.pool.flush()
+    gate.open.set()
+    assert waiting.ending() == ("result", 0, "through")
+    driver.pool.stop()
+    assert door.dropped == []
+
+
+def test_a_lost_connection_drops_what_waits_unaccepted(app: Celery) -> None:
+    driver = Driver(app, limit=1)
+    driver.pool.start()
+    gate, door, waiting = Gate(), Door(), Notes()
+    driver.apply(gate.task(app, name="first"))
+    job = driver.apply(gate.task(app, **door.hooks()), notes=waiting)
     wait_until(lambda: gate.entered)
     driver.pool.flush()
     wait_until(lambda: job.state is RunState.FINISHED)
     gate.open.set()
     driver.pool.stop()
     assert waiting.told == []
+    assert door.dropped == [(None, "tracer")]
 
 
 def test_ten_thousand_jobs_at_once_need_no_threads_of_their_own(app: Celery) -> None:

@@ -103,12 +103,25 @@ async def wait(name):
 async def wait_late(name):
     return await gate(name)
 
-@app.task(base=AsyncTask, accepts_itself=True)
+class Claiming(AsyncTask):
+    abstract = True
+
+    def admit(self, job):
+        """Wait, on Celery's own thread, for the file ``name.claim``, whose text says what to do."""
+        (name,) = job.request["args"]
+        note(f"{name}.claiming", threading.current_thread() is threading.main_thread())
+        while not (HERE / f"{name}.claim").exists():
+            time.sleep(0.01)
+        answer = (HERE / f"{name}.claim").read_text()
+        if answer == "raise":
+            raise ValueError("no claim")
+        return answer != "nothing to do"
+
+    def dropped(self, job):
+        note(f"{job.request['args'][0]}.dropped", job.cancel_reason)
+
+@app.task(base=Claiming)
 async def claim(name):
-    note(f"{name}.claiming")
-    while not (HERE / f"{name}.claim").exists():
-        await asyncio.sleep(0.01)
-    await current_job().accept()
     return await gate(name)
 
 @app.task(base=AsyncTask)
@@ -311,17 +324,39 @@ def test_a_message_is_acknowledged_as_soon_as_its_task_is_accepted(worker: Worke
     assert result.get(timeout=5) == "acked"
 
 
-def test_a_task_that_accepts_itself_holds_its_message_until_then(worker: Worker) -> None:
+def test_a_message_is_held_until_its_task_was_admitted(worker: Worker) -> None:
     result = worker.send("claim", "claimed")
     worker.until("claimed.claiming")
+    assert worker.lines("claimed.claiming") == ["True"]
     wait_until(lambda: worker.unacknowledged() == 1)
-    assert worker.control("active") == []
+    assert worker.lines("claimed.started") == []
     worker.path("claimed.claim").touch()
     worker.until("claimed.started")
     wait_until(lambda: worker.unacknowledged() == 0, timeout=2)
     assert [task["id"] for task in worker.control("active")] == [result.id]
     worker.path("claimed.go").touch()
     assert result.get(timeout=5) == "claimed"
+
+
+def test_a_task_that_is_not_admitted_is_acknowledged_and_forgotten(worker: Worker) -> None:
+    worker.path("twice.claim").write_text("nothing to do")
+    results = [worker.send("claim", "twice") for _ in range(20)]  # more than there are slots: none is taken
+    wait_until(lambda: len(worker.lines("twice.claiming")) == 20)
+    wait_until(lambda: worker.unacknowledged() == 0)
+    assert worker.control("active") == worker.control("reserved") == []
+    assert worker.send("add", 1, 2).get(timeout=5) == 3
+    assert {r.state for r in results} == {"PENDING"}
+    assert worker.lines("twice.started") == worker.lines(f"{results[0].id}.signals") == []
+
+
+def test_an_admit_that_raises_fails_the_task(worker: Worker) -> None:
+    worker.path("raising.claim").write_text("raise")
+    result = worker.send("claim", "raising")
+    with pytest.raises(ValueError, match="no claim"):
+        result.get(timeout=5)
+    assert worker.control("active") == worker.control("reserved") == []
+    assert worker.lines(f"{result.id}.signals") == ["failure"]
+    assert worker.unacknowledged() == 0
 
 
 # -- remote control ----------------------------------------------------------------------------------------------------
@@ -453,8 +488,11 @@ def test_a_second_interrupt_turns_a_warm_shutdown_into_a_cold_one(new_worker: Ca
     wait_until(lambda: "Hitting Ctrl+C again" in worker.log.read_text())
     assert worker.lines("interrupted.left") == []
     worker.process.send_signal(signal.SIGINT)
+    worker.path("unclaimed.claim").touch()
     worker.end()
     assert worker.lines("interrupted.left") == ["shutdown"]
+    assert worker.lines("unclaimed.started") == []
+    assert worker.lines("unclaimed.dropped") == ["shutdown"]
     assert worker.lines("lifespan") == ["entered", "exited"]
     # What had not been accepted went back to the queue, for another worker.
     assert worker.client.llen(broker.queue_key(0)) == 1
@@ -482,15 +520,14 @@ def test_a_lifespan_that_fails_keeps_the_worker_from_starting(new_worker: Callab
 
 
 def test_a_restart_of_redis_under_running_jobs(own_redis: RedisServer, tmp_path: Path) -> None:
-    """Twenty run, and one message is still unacknowledged: its claim lasts while Redis goes and comes."""
+    """Twenty run, and one message is still unacknowledged: it is acknowledged late, after Redis has gone and come."""
     worker = Worker(tmp_path, own_redis.url, concurrency=30, POOL_TEST_TRANSPORT=transport.NAME)
     try:
         worker.ready()
         results = [worker.send("wait", f"job{n}") for n in range(20)]
         for n in range(20):
             worker.until(f"job{n}.started")
-        unclaimed = worker.send("claim", "held")
-        worker.until("held.claiming")
+        late = worker.start("held", task="wait_late")
         own_redis.stop(signal.SIGKILL)
         wait_until(lambda: "Trying again" in worker.log.read_text())
         for n in range(10):
@@ -501,9 +538,9 @@ def test_a_restart_of_redis_under_running_jobs(own_redis: RedisServer, tmp_path:
             worker.path(f"job{n}.go").touch()
         wait_until(lambda: all(r.state == "SUCCESS" for r in results), timeout=30)
         assert worker.send("add", 1, 1).get(timeout=20) == 2
-        worker.path("held.claim").touch()
         worker.path("held.go").touch()
-        assert unclaimed.get() == "held"
+        assert late.get() == "held"
+        assert len(worker.lines("held.started")) == 1
         assert worker.send("add", 2, 2).get(timeout=20) == 4
         assert [len(worker.lines(f"job{n}.started")) for n in range(20)] == [1] * 20
         assert worker.control("active") == []

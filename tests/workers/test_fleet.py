@@ -1,0 +1,293 @@
+"""The fleet's claims: taken on Celery's thread, and given up by whatever keeps a rollout from beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery.app.trace import trace_task_ret
+from celery.exceptions import Ignore, Terminated
+from support import RedisServer, free_port, wait_until
+
+from producer import broker
+from producer.contract import RolloutRequest, RolloutResult
+from workers import fleet as fleet_module
+from workers.app import create_app
+from workers.jobs import Requeue
+from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
+from workers.settings import WorkerSettings
+
+
+class Told(list[Any]):
+    """What Celery's request would be told."""
+
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        return {
+            "accept_callback": lambda pid, at: self.append("accepted"),
+            "callback": lambda result: self.append("ended"),
+            "error_callback": lambda info: self.append(type(getattr(info.exception, "exc", info.exception))),
+        }
+
+
+class Worker:
+    """A worker's pool with one slot, in this process: a rollout that is woken waits while the slot is taken."""
+
+    def __init__(self, url: str, directory: Path, lease_ttl: float = 30.0) -> None:
+        settings = WorkerSettings(
+            redis_url=url,
+            lease_ttl=lease_ttl,
+            gateway_url=f"http://127.0.0.1:{free_port()}",
+            sandbox_dir=directory / "sandboxes",
+        )
+        self.app = create_app(settings, {})
+        self.fleet: Any = self.app.rollout_records
+        self.client = redis.Redis.from_url(url)
+        self.pool = AsyncioPool(1, app=self.app, initargs=(self.app, "w1@here"))
+        self.pool.start()
+        self.free = threading.Event()
+
+    def occupy(self) -> None:
+        async def occupy() -> None:
+            entered.set()
+            while not self.free.is_set():
+                await asyncio.sleep(0.002)
+
+        entered = threading.Event()
+        task = self.app.task(base=AsyncTask, name="occupy", ignore_result=True, shared=False)(occupy)
+        self.app.finalize()
+        self.apply(task.name, "occupy")
+        assert entered.wait(5)
+
+    def wake(self, rollout_id: str = "r1", **fields: Any) -> tuple[Job, Told]:
+        """Bring the message of a rollout, which carries its request; it names an environment that nobody offers."""
+        carried = {"model": "m", "batch_id": "b", "environment": "none", "max_attempts": 1, "priority": 0} | fields
+        return self.apply(broker.RUN_ROLLOUT, rollout_id, carried)
+
+    def apply(self, name: str, task_id: str, *args: object) -> tuple[Job, Told]:
+        told = Told()
+        request = {"id": task_id, "task": name, "args": args, "kwargs": {}}
+        message = (name, task_id, request, json.dumps([args, {}, {}]), "application/json", "utf-8")
+        target = functools.partial(trace_task_ret, app=self.app)
+        return self.pool.apply_async(target, message, **told.handlers()), told
+
+    def record(self, rollout_id: str = "r1") -> dict[str, str]:
+        return {k.decode(): v.decode() for k, v in self.client.hgetall(broker.job_key(rollout_id)).items()}
+
+    def result(self, rollout_id: str = "r1") -> RolloutResult:
+        return RolloutResult.parse(broker.decode_result(self.client.get(broker.result_key(rollout_id)))["result"])
+
+    def holds(self) -> tuple[list[str], list[str]]:
+        """Return the ids that the fleet holds, and those whose leases are kept."""
+        return list(self.fleet._held), [rollout_id for rollout_id, _ in self.fleet.keeper.held()]
+
+    def stop(self) -> None:
+        """Shut down warmly; what runs may end when the shutdown waits for it."""
+        threading.Timer(0.05, self.free.set).start()
+        self.pool.stop()
+
+    def close(self) -> None:
+        self.pool.terminate()
+        self.client.close()
+        self.app.close()
+
+
+Start = Callable[..., Worker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    workers: list[Worker] = []
+
+    def start(url: str, **options: Any) -> Worker:
+        workers.append(Worker(url, tmp_path, **options))
+        workers[-1].occupy()
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def worker(start: Start, redis_url: str) -> Worker:
+    return start(redis_url)
+
+
+NOTHING: tuple[list[str], list[str]] = ([], [])
+
+
+def test_a_rollout_is_claimed_before_it_enters_the_pool(worker: Worker) -> None:
+    _, told = worker.wake()
+    assert worker.record()["state"] == "running"
+    assert worker.holds() == (["r1"], ["r1"])
+    wait_until(lambda: told == ["accepted"])
+    assert worker.pool.info["waiting"] == 1
+
+    worker.free.set()
+    wait_until(lambda: told == ["accepted", "ended"])
+    assert (worker.record()["state"], worker.record()["outcome"]) == ("done", "has_error")
+    assert "'none' is not known to this worker" in str(worker.result().error)
+    assert worker.holds() == NOTHING
+
+
+def test_a_duplicate_wake_up_never_enters_the_pool(worker: Worker) -> None:
+    worker.wake()
+    _, again = worker.wake()
+    wait_until(lambda: again == [Ignore])
+    assert worker.pool.info["waiting"] == 1
+    assert worker.holds() == (["r1"], ["r1"]), "the duplicate's end leaves the claim alone"
+
+
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_a_wake_up_for_what_others_run_or_ended_never_enters_the_pool(worker: Worker, state: str) -> None:
+    worker.client.hset(broker.job_key("r1"), mapping={"state": state, "attempt": 1, "spent": 1})
+    _, told = worker.wake()
+    wait_until(lambda: told == [Ignore])
+    assert worker.pool.info["waiting"] == 0
+    assert worker.record() == {"state": state, "attempt": "1", "spent": "1"}
+    assert worker.holds() == NOTHING
+
+
+def test_a_wake_up_without_a_record_is_named_in_the_log(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    _, told = worker.apply(broker.RUN_ROLLOUT, "r1")
+    wait_until(lambda: told == [Ignore])
+    assert "r1: a message without a record" in caplog.text
+
+
+def test_an_invalid_request_has_no_record_and_gets_its_result_from_the_pool(worker: Worker) -> None:
+    _, told = worker.wake(modle="x")
+    worker.free.set()
+    wait_until(lambda: told == ["accepted", "ended"])
+    assert "modle: no such field" in str(worker.result().error)
+    assert worker.record() == {}
+
+
+def test_arguments_that_the_task_does_not_take_fail_it_unclaimed(worker: Worker) -> None:
+    _, told = worker.apply(broker.RUN_ROLLOUT, "r1", {"model": "m"}, "surplus")
+    wait_until(lambda: told == ["accepted", TypeError])
+    assert worker.record() == {}
+
+
+def test_a_shutdown_hands_a_waiting_rollout_back_to_the_front(worker: Worker) -> None:
+    _, told = worker.wake()
+    worker.stop()
+    assert told == ["accepted", Ignore]
+    record = worker.record()
+    assert (record["state"], record["spent"], record["attempt"]) == ("pending", "0", "1")
+    assert "did not start it: shutdown" in record["history"]
+    assert worker.client.llen(broker.queue_key(0)) == 1
+    assert worker.client.zscore(broker.PENDING, "r1") == broker.pending_base(0)
+    assert worker.holds() == NOTHING
+
+
+def test_a_shutdown_ends_a_waiting_rollout_whose_cancellation_it_has_not_seen(worker: Worker) -> None:
+    worker.wake()
+    worker.client.hset(broker.job_key("r1"), "cancel", 1)
+    worker.stop()
+    assert worker.record()["outcome"] == "cancelled"
+    assert worker.result().stop_condition == "cancelled"
+
+
+def test_a_lost_broker_connection_keeps_a_waiting_rollout(worker: Worker) -> None:
+    _, told = worker.wake()
+    worker.pool.flush()
+    worker.free.set()
+    wait_until(lambda: told == ["accepted", "ended"])
+    assert worker.record()["state"] == "done"
+
+
+def test_a_waiting_rollout_that_its_producer_cancels_ends_so(start: Start, redis_url: str) -> None:
+    worker = start(redis_url, lease_ttl=2.0)
+    _, told = worker.wake()
+    worker.fleet.cancel("r1")
+    wait_until(lambda: told == ["accepted", Ignore])
+    assert worker.record()["outcome"] == "cancelled"
+    assert str(worker.result().error).endswith("cancelled before it began")
+    assert [fields[b"outcome"] for _, fields in worker.client.xrange(broker.stream_key("b"))] == [b"cancelled"]
+    assert worker.holds() == NOTHING
+
+
+def test_a_waiting_rollout_that_is_revoked_ends_as_cancelled(worker: Worker) -> None:
+    job, told = worker.wake()
+    job.terminate(15)
+    wait_until(lambda: told == ["accepted", Terminated])
+    assert worker.record()["outcome"] == "cancelled"
+    assert worker.result().stop_condition == "cancelled"
+    assert worker.holds() == NOTHING
+
+
+def test_a_waiting_rollout_whose_lease_is_lost_is_dropped_and_left_alone(start: Start, redis_url: str) -> None:
+    worker = start(redis_url, lease_ttl=0.4)
+    _, told = worker.wake()
+    worker.client.hset(broker.job_key("r1"), mapping={"attempt": 2, "worker": "w2@there"})
+    before = worker.record()
+    wait_until(lambda: told == ["accepted", Ignore])
+    assert worker.holds() == NOTHING
+    assert worker.record() == before
+
+
+@pytest.mark.parametrize("reason", [CancelReason.SHUTDOWN, CancelReason.REVOKED])
+def test_a_rollout_that_is_cancelled_before_its_first_step_is_not_forgotten(
+    worker: Worker, reason: CancelReason
+) -> None:
+    job, told = worker.wake()
+
+    def start_and_cancel() -> None:
+        worker.pool.limit += 1
+        worker.pool._start_waiting()
+        worker.pool._cancel(job, reason)
+
+    worker.pool._loop.call(start_and_cancel)
+    wait_until(lambda: told == ["accepted", Terminated if reason is CancelReason.REVOKED else Ignore])
+    assert worker.record()["state"] == ("done" if reason is CancelReason.REVOKED else "pending")
+    assert worker.holds() == NOTHING
+
+
+def test_redis_away_refuses_the_claim_and_the_next_one_succeeds(start: Start, own_redis: RedisServer) -> None:
+    worker = start(own_redis.url)
+    own_redis.stop(signal.SIGKILL)
+    _, told = worker.wake()
+    wait_until(lambda: told == [Ignore])
+    assert worker.holds() == NOTHING
+    own_redis.start()
+    worker.wake()
+    assert worker.record()["state"] == "running"
+
+
+def test_a_redis_that_hangs_does_not_hold_celerys_thread(
+    start: Start, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fleet_module.CLAIM_PATIENCE <= 5
+    monkeypatch.setattr(fleet_module, "CLAIM_PATIENCE", 0.2)
+    worker = start(own_redis.url)
+    worker.wake("before")
+    assert own_redis.process is not None
+    own_redis.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    _, told = worker.wake()
+    assert time.monotonic() - began < 1, "one attempt, of one time-out"
+    own_redis.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: told == [Ignore])
+
+
+def test_a_shutdown_without_redis_lets_the_lease_lapse(
+    start: Start, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(own_redis.url)
+    worker.wake()
+    own_redis.stop(signal.SIGKILL)
+    worker.stop()
+    assert "r1: not handed back, its lease lapses" in caplog.text
+    assert worker.holds() == NOTHING
+    own_redis.start()
+    request = RolloutRequest(rollout_id="r1", model="m")
+    assert worker.fleet.store.release(request, 1, why="another worker's sweep", counts=False) is Requeue.REQUEUED
