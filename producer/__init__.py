@@ -16,7 +16,7 @@ from producer.contract import (
     StopCondition,
     Timing,
 )
-from producer.errors import FleetError, FleetFullError, FleetUnreachableError, RolloutConflictError
+from producer.errors import FleetError, FleetFullError, FleetUnreachableError, RolloutConflictError, RunBrokenError
 from producer.results import Results
 from producer.settings import ProducerSettings
 from producer.sync import SyncBatch, SyncHandle, SyncProducer
@@ -42,6 +42,7 @@ __all__ = [
     "RolloutHandle",
     "RolloutRequest",
     "RolloutResult",
+    "RunBrokenError",
     "StopCondition",
     "SyncBatch",
     "SyncHandle",

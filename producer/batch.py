@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,9 +11,11 @@ from itertools import islice
 from typing import Any
 
 from producer.broker import JobState
-from producer.connection import CHUNK, CancelAnswer, FleetConnection, Submitted, end
+from producer.connection import CHUNK, CancelAnswer, Chunk, FleetConnection, Submitted, end
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
-from producer.results import GROUP, Completions, read_result
+from producer.errors import FleetFullError, RolloutConflictError
+from producer.ids import new_batch_id, sample_rollout_id
+from producer.results import GROUP, Completions, Recent, read_result
 
 Requests = Iterable[RolloutRequest] | AsyncIterable[RolloutRequest]
 
@@ -39,11 +40,6 @@ class Counts:
         return self.submitted - self.done
 
 
-def new_batch_id(prefix: str = "batch") -> str:
-    """Return a fresh batch id that begins with ``prefix``."""
-    return f"{prefix}-{uuid.uuid4().hex[:12]}"
-
-
 class Batch(AsyncIterator[RolloutResult]):
     """The rollouts that one job submitted; iterate over it for their results, in the order in which they end.
 
@@ -51,21 +47,29 @@ class Batch(AsyncIterator[RolloutResult]):
     for the next requests, so a batch of millions never stands in Redis whole. Several tasks may iterate at once and
     share the results. Errors of the requests' source, and `RolloutConflictError`, are raised once, from the iteration;
     iterating on delivers what is in flight.
+
+    Without a ``batch_id`` the batch gets a fresh one. With one, a request that has an ``example_id`` and no
+    ``rollout_id`` of its own is given ``BATCH-EXAMPLE-SAMPLE`` as its id, so that submitting the batch again, also from
+    another process, finds the rollouts of the first time.
     """
 
-    def __init__(self, connection: FleetConnection, requests: Requests, *, batch_id: str, max_in_flight: int) -> None:
-        if not re.match(ID_PATTERN, batch_id):
+    def __init__(
+        self, connection: FleetConnection, requests: Requests, *, batch_id: str | None = None, max_in_flight: int
+    ) -> None:
+        if batch_id is not None and not re.match(ID_PATTERN, batch_id):
             raise InvalidRequestError(f"batch_id: {batch_id!r} does not match {ID_PATTERN}")
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; a batch needs room for at least one rollout")
-        self.batch_id = batch_id
+        self.batch_id = batch_id or new_batch_id()
+        self._may_come_again = batch_id is not None
         self.max_in_flight = max_in_flight
         self._connection = connection
         self._lasting = connection.lasting()
         self._source = _Source(requests)
-        self._completions = Completions(connection, batch_id)
+        self._completions = Completions(connection, self.batch_id)
         self._counts = Counts()
-        #: Everything sent or being sent and not yet announced; `_sent` is the part that Redis is known to have.
+        self._taken = Recent()
+        #: Everything sent or being sent and not yet announced; `_sent` is the part whose sending is over.
         self._waiting: dict[str, RolloutRequest] = {}
         self._sent: set[str] = set()
         self._announced: deque[RolloutRequest] = deque()
@@ -113,7 +117,9 @@ class Batch(AsyncIterator[RolloutResult]):
                     await self._changed.wait()
             # Take the entry off only after the last await: a cancelled caller loses nothing.
             request, raw = self._fetched[0]
-            result = await read_result(self._lasting, request.rollout_id, raw, self.batch_id, request)
+            result = await read_result(
+                self._lasting, request.rollout_id, raw, self.batch_id, request, cancelled=self._cancelled
+            )
             self._fetched.popleft()
             self._count(result)
             return result
@@ -162,27 +168,49 @@ class Batch(AsyncIterator[RolloutResult]):
             if not requests:
                 return
             async with self._submitting:
-                await self._send([r.model_copy(update={"batch_id": self.batch_id}) for r in requests])
+                await self._send([self._named(request) for request in requests])
+
+    def _named(self, request: RolloutRequest) -> RolloutRequest:
+        """Return the request with the batch's id and, where it shall be found again, a rollout id made of it."""
+        update = {"batch_id": self.batch_id}
+        given = request.model_fields_set
+        if self._may_come_again and "rollout_id" not in given and "example_id" in given:
+            update["rollout_id"] = sample_rollout_id(self.batch_id, request.example_id, request.sample_index)
+        return request.model_copy(update=update)
 
     async def _send(self, requests: list[RolloutRequest]) -> None:
-        twice = _repeated(requests, self._waiting)
-        if twice:
-            raise InvalidRequestError(f"rollout id {twice!r} comes twice in batch {self.batch_id}; ids must differ")
+        for request in requests:
+            if not self._taken.add(request.rollout_id):
+                raise InvalidRequestError(
+                    f"rollout id {request.rollout_id!r} comes twice in batch {self.batch_id}; ids must differ, and "
+                    "samples of one example need a sample_index each"
+                )
+        for chunk in self._connection.chunks(requests):
+            if self._cancelled:  # `cancel` waits for the chunk before this one
+                return
+            await self._send_chunk(chunk)
+
+    async def _send_chunk(self, chunk: Chunk) -> None:
+        connection = self._lasting if self._counts.submitted else self._connection
         # Before they are sent: a worker may have finished one before the reply to the submission is read.
-        self._waiting |= {request.rollout_id: request for request in requests}
+        self._waiting |= {request.rollout_id: request for request in chunk.requests}
+        self._count_submitted(len(chunk.requests))
         try:
-            connection = self._lasting if self._counts.submitted else self._connection
-            answers = await connection.submit(requests)
-        except Exception:
-            for request in requests:
+            answers = await connection.submit_chunk(chunk)
+        except (RolloutConflictError, FleetFullError):
+            for request in chunk.requests:
                 self._waiting.pop(request.rollout_id, None)
+            self._count_submitted(-len(chunk.requests))
             raise
-        self._counts = replace(self._counts, submitted=self._counts.submitted + len(requests))
-        for request, answer in zip(requests, answers, strict=True):
-            if request.rollout_id in self._waiting:
-                self._sent.add(request.rollout_id)
+        finally:
+            # After any other error too, for they may be in Redis: `cancel` must reach them, or their records be found.
+            self._sent |= self._waiting.keys() & {request.rollout_id for request in chunk.requests}
+        for request, answer in zip(chunk.requests, answers, strict=True):
             if answer is Submitted.FINISHED:  # by an earlier run: its entry in the stream may lie behind us
                 self._announce(request.rollout_id)
+
+    def _count_submitted(self, count: int) -> None:
+        self._counts = replace(self._counts, submitted=self._counts.submitted + count)
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
@@ -247,15 +275,6 @@ class Batch(AsyncIterator[RolloutResult]):
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
-
-
-def _repeated(requests: list[RolloutRequest], waiting: dict[str, RolloutRequest]) -> str | None:
-    seen: set[str] = set()
-    for request in requests:
-        if request.rollout_id in waiting or request.rollout_id in seen:
-            return request.rollout_id
-        seen.add(request.rollout_id)
-    return None
 
 
 class _Source:

@@ -81,9 +81,14 @@ def result_key(rollout_id: str) -> str:
     return f"celery-task-meta-{rollout_id}"
 
 
+def step_of(priority: int) -> int:
+    """Return the one of `PRIORITY_STEPS` under which a priority (0 to 9) is queued."""
+    return max(step for step in PRIORITY_STEPS if step <= priority)
+
+
 def queue_key(priority: int, queue: str = QUEUE) -> str:
     """Key of the Redis list in which kombu's transport keeps the queue's messages of ``priority`` (0 to 9)."""
-    step = max(s for s in PRIORITY_STEPS if s <= priority)
+    step = step_of(priority)
     return f"{queue}{_PRIORITY_SEPARATOR}{step}" if step else queue
 
 
@@ -95,7 +100,7 @@ LIST_SPAN = 10**14
 
 def pending_base(priority: int) -> int:
     """Return the score in `PENDING` with which the rollouts of the list for ``priority`` begin."""
-    return max(i for i, step in enumerate(PRIORITY_STEPS) if step <= priority) * LIST_SPAN
+    return PRIORITY_STEPS.index(step_of(priority)) * LIST_SPAN
 
 
 def queue_keys(queue: str = QUEUE) -> list[str]:

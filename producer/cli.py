@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
+from shlex import join
 from typing import Annotated, Any, NoReturn
 
 import orjson
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from producer.connection import FleetConnection
 from producer.contract import InvalidRequestError
-from producer.errors import FleetError
+from producer.errors import FleetError, RunBrokenError
 from producer.results_file import ResultsFile, ResultsFileError
 from producer.runner import RunOptions, run_batch
 from producer.settings import ProducerSettings
@@ -32,7 +32,12 @@ app = typer.Typer(
 )
 
 RedisUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="Redis of the fleet. [default: $ROLLOUTS_REDIS_URL, or local]")
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Redis of the fleet. A URL with a password belongs into ROLLOUTS_REDIS_URL: every user of the machine can "
+        "read a command line. [default: $ROLLOUTS_REDIS_URL, or local]",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
@@ -64,7 +69,8 @@ def run(
     --resume matches results to tasks by example_id and sample_index. Results that completed, or whose agent ran out of
     time, are kept. Those with errors run again and their old lines are dropped, unless --keep-failed is given.
 
-    Exit status: 0 all completed, 1 some did not, 2 bad usage or no Redis, 130 interrupted.
+    Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
+    Redis, and nothing runs; 130 interrupted.
     """
     if resume and overwrite:
         bad_usage("--resume and --overwrite exclude each other")
@@ -86,7 +92,7 @@ def run(
             total=left,
             max_in_flight=max_in_flight,
             fresh_ids=() if resume else file.explicit_ids,
-            resume_hint=f"rollouts run {quote(str(tasks))} --out {quote(str(out))} --resume",
+            resume_hint=_resume_command(sys.argv[1:]),
         )
         suffix = f"-{batch_id[-6:]}" if resume else ""
         summary = run_batch(file.requests(batch_id, results.kept, suffix), results, options)
@@ -105,6 +111,12 @@ def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
         found.show(Console())
 
 
+def _resume_command(arguments: list[str]) -> str:
+    """Return the command that runs the rest of what ``arguments`` ran."""
+    kept = [argument for argument in arguments if argument not in {"--overwrite", "--resume"}]
+    return join(["rollouts", *kept, "--resume"])
+
+
 def read_settings(redis_url: str | None = None) -> ProducerSettings:
     """Read the producer's settings, ``redis_url`` before the environment's; exits with 2 when one is wrong."""
     given: dict[str, Any] = {} if redis_url is None else {"redis_url": redis_url}
@@ -112,7 +124,7 @@ def read_settings(redis_url: str | None = None) -> ProducerSettings:
         return ProducerSettings(**given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        bad_usage(f"ROLLOUTS_{'.'.join(map(str, first['loc'])).upper()}: {first['msg']}")
+        bad_usage(f"ROLLOUTS_{'.'.join(map(str, first['loc'])).upper()}: {first['msg'].removeprefix('Value error, ')}")
 
 
 def print_summary(summary: Summary, as_json: bool = False) -> None:
@@ -136,6 +148,9 @@ def _problems_end_it() -> Iterator[None]:
     except TasksFileError as error:
         typer.echo(str(error), err=True)
         bad_usage(f"{len(error.problems)} problem(s) in the tasks; nothing was submitted")
+    except RunBrokenError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
     except (InvalidRequestError, ResultsFileError, FleetError) as error:
         bad_usage(str(error))
     except KeyboardInterrupt:

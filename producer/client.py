@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from producer.batch import Batch, Requests, new_batch_id
+from producer.batch import Batch, Requests
 from producer.broker import JobState
 from producer.connection import CancelAnswer, FleetConnection
 from producer.contract import RolloutRequest, RolloutResult
@@ -91,7 +91,10 @@ class Producer:
         rollouts are in flight; iterating over the batch makes room for the rest. Pass ``max_in_flight=len(requests)``
         to have all of them in Redis at once.
 
-        When it raises, what was submitted of the batch by then is cancelled.
+        With a ``batch_id``, requests that have an ``example_id`` and no ``rollout_id`` of their own get one made of the
+        batch's id, the example's and ``sample_index``: submitting the same batch again does nothing twice.
+
+        When it raises, what was submitted of the batch by then is cancelled, unless Redis is away for that too.
 
         Raises:
             FleetUnreachableError: Redis stayed away.
@@ -101,7 +104,7 @@ class Producer:
         batch = Batch(
             self.connection,
             requests,
-            batch_id=batch_id or new_batch_id(),
+            batch_id=batch_id,
             max_in_flight=max_in_flight or self.settings.max_in_flight,
         )
         self._batches.add(batch)
@@ -124,6 +127,13 @@ class Producer:
 
         Starts after the position ``after`` in the batch's stream (`Results.position`), and ends after ``count``
         results, or never. Outlasts lost connections and restarts of Redis.
+
+        When a restart of Redis loses its last second, results that were lost with it come again when their rollouts
+        have run again, and are delivered once. Rollouts whose very submission was lost are unknown here: they never
+        come, and ``count`` results may never be reached, unless the `Batch` that submitted them lives on and submits
+        them again. Submitting the batch again with the same ids mends that too. When the batch's stream itself was
+        lost or expired, the new one is read from its beginning; of results that were delivered before, at least the
+        last 100,000 are known and not delivered again.
         """
         return Results(self.connection, batch_id, after=after, count=count)
 
@@ -137,7 +147,11 @@ class Producer:
 
     async def _result(self, rollout_id: str, batch_id: str) -> RolloutResult:
         waiters = self._waiters.setdefault(batch_id, Waiters(self.connection, batch_id))
-        await waiters.wait(rollout_id)
+        try:
+            await waiters.wait(rollout_id)
+        finally:
+            if waiters.idle and self._waiters.get(batch_id) is waiters:
+                del self._waiters[batch_id]
         [raw] = await self.connection.stored_results([rollout_id])
         return await read_result(self.connection, rollout_id, raw, batch_id)
 

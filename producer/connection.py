@@ -23,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from producer import broker
-from producer.contract import InvalidRequestError, RolloutRequest
+from producer.contract import RolloutRequest
 from producer.errors import FleetFullError, FleetUnreachableError, RolloutConflictError
 
 T = TypeVar("T")
@@ -31,8 +31,7 @@ T = TypeVar("T")
 #: Rollouts per script call: Redis does nothing else while a script runs, about 10 microseconds a rollout.
 CHUNK = 250
 _CHUNK_BYTES = 4 * 1024 * 1024
-_LISTS = broker.queue_keys()
-_FIRST_LIST = 2  # index in submit.lua's KEYS of the first list
+_BEFORE_RECORDS = (broker.PENDING, *broker.queue_keys())  # submit.lua's KEYS before the records
 _CALLS_AT_ONCE = 16
 _CANCEL_AGAIN = 0.1  # seconds
 _FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
@@ -69,13 +68,13 @@ class Record:
     request: bytes | None = field(repr=False)
 
 
-class _Chunk:
-    """What one call of submit.lua is given."""
+class Chunk:
+    """What one call of submit.lua is given: ``requests`` that Redis takes all together or not at all."""
 
     def __init__(self, ttl: int) -> None:
-        self.keys: list[str] = [broker.PENDING, *_LISTS]
-        self.args: list[Any] = [ttl]
-        self.ids: list[str] = []
+        self.requests: list[RolloutRequest] = []
+        self.keys: list[str] = list(_BEFORE_RECORDS)
+        self.args: list[Any] = [ttl, len(_BEFORE_RECORDS), broker.stream_key("")]
         self.size = 0
 
 
@@ -141,8 +140,8 @@ class FleetConnection:
             )
         except ValueError as error:
             raise FleetUnreachableError(
-                f"{redact(redis_url)!r} is not a Redis URL ({error}); set ROLLOUTS_REDIS_URL (or --redis-url) to one "
-                "such as redis://127.0.0.1:6379/0"
+                f"{redact(redis_url)!r} is not a Redis URL ({error}); set ROLLOUTS_REDIS_URL to one such as "
+                "redis://127.0.0.1:6379/0 (or give --redis-url, when it holds no password)"
             ) from None
         self._submit = self.redis.register_script(broker.script("producer", "submit"))
         self._cancel = self.redis.register_script(broker.script("producer", "cancel"))
@@ -193,7 +192,8 @@ class FleetConnection:
         """Raise the error that says which Redis, which setting, and what to do."""
         raise FleetUnreachableError(
             f"Redis at {redact(self.url)} cannot be used: {error or type(error).__name__}. Start it, or set "
-            "ROLLOUTS_REDIS_URL (or --redis-url) to the one that the workers use; `rollouts up` starts one here"
+            "ROLLOUTS_REDIS_URL to the one that the workers use (or give --redis-url, when it holds no password); "
+            "`rollouts up` starts one here"
         ) from error
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -206,43 +206,49 @@ class FleetConnection:
             InvalidRequestError: a request exceeds `RolloutRequest.MAX_BYTES`; nothing of its chunk was submitted.
         """
         answers: list[Submitted] = []
-        for chunk in self._chunks(requests):
-            codes = await self.call(partial(self._submit, keys=chunk.keys, args=chunk.args))
-            found = [Submitted(code) for code in codes]
-            conflicts = [i for i, answer in zip(chunk.ids, found, strict=True) if answer is Submitted.CONFLICT]
-            if conflicts:
-                raise RolloutConflictError(conflicts)
-            answers += found
+        for chunk in self.chunks(requests):
+            answers += await self.submit_chunk(chunk)
         return answers
 
-    def _chunks(self, requests: Iterable[RolloutRequest]) -> Iterator[_Chunk]:
-        chunk = _Chunk(self._ttl)
+    def chunks(self, requests: Iterable[RolloutRequest]) -> Iterator[Chunk]:
+        """Encode requests into what `submit_chunk` takes; raises `InvalidRequestError` for one that is too large."""
+        chunk = Chunk(self._ttl)
         for request in requests:
             entry = self._encode(request)
-            if chunk.ids and (len(chunk.ids) == CHUNK or chunk.size + len(entry[1]) > _CHUNK_BYTES):
+            if chunk.requests and (len(chunk.requests) == CHUNK or chunk.size + len(entry[1]) > _CHUNK_BYTES):
                 yield chunk
-                chunk = _Chunk(self._ttl)
+                chunk = Chunk(self._ttl)
             chunk.keys.append(broker.job_key(request.rollout_id))
             chunk.args += entry
-            chunk.ids.append(request.rollout_id)
+            chunk.requests.append(request)
             chunk.size += len(entry[1])
-        if chunk.ids:
+        if chunk.requests:
             yield chunk
+
+    async def submit_chunk(self, chunk: Chunk) -> list[Submitted]:
+        """Submit one chunk, all of it or nothing.
+
+        Nothing was written when this raises `RolloutConflictError` or `FleetFullError`; after any other error the chunk
+        may be in Redis all the same, for example when only the reply was lost.
+        """
+        codes = await self.call(partial(self._submit, keys=chunk.keys, args=chunk.args))
+        found = [Submitted(code) for code in codes]
+        pairs = zip(chunk.requests, found, strict=True)
+        conflicts = [request.rollout_id for request, answer in pairs if answer is Submitted.CONFLICT]
+        if conflicts:
+            raise RolloutConflictError(conflicts)
+        return found
 
     def _encode(self, request: RolloutRequest) -> list[Any]:
         data = request.to_json()
-        if len(data) > request.MAX_BYTES:
-            raise InvalidRequestError(
-                f"rollout {request.rollout_id}: the request is {len(data)} bytes, more than {request.MAX_BYTES}; "
-                "give large inputs to the environment by reference"
-            )
-        position = _FIRST_LIST + _LISTS.index(broker.queue_key(request.priority))
+        position = 1 + _BEFORE_RECORDS.index(broker.queue_key(request.priority))
+        base = broker.pending_base(request.priority)
         message = self._wakeup(request.priority).render(request.rollout_id)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
-        return [*identity, position, message]
+        return [*identity, position, base, message]
 
     def _wakeup(self, priority: int) -> broker.WakeUp:
-        step = max(s for s in broker.PRIORITY_STEPS if s <= priority)
+        step = broker.step_of(priority)
         if step not in self._wakeups:
             if self._app is None:
                 self._app = Celery("rollouts", set_as_current=False)

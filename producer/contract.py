@@ -207,7 +207,7 @@ class RolloutRequest(_Frozen):
     @classmethod
     def _env_names(cls, value: dict[str, str] | tuple[str, ...]) -> dict[str, str] | tuple[str, ...]:
         for name in value:
-            if not _ENV_NAME.match(name):
+            if not _ENV_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not an environment variable's name")
         if isinstance(value, dict):
             for name, text in value.items():
@@ -241,7 +241,16 @@ class RolloutRequest(_Frozen):
     def to_json(self) -> bytes:
         """Return the request as JSON, without the fields that hold their default."""
         keep = {"schema_version": self.schema_version, "rollout_id": self.rollout_id}
-        return _dump(self.model_dump(mode="json", exclude_defaults=True) | keep)
+        try:
+            data = _dump(self.model_dump(mode="json", exclude_defaults=True) | keep)
+        except (TypeError, ValueError) as error:  # pydantic's and orjson's errors are among these
+            raise InvalidRequestError(f"rollout {self.rollout_id}: cannot be written as JSON: {error}") from None
+        if len(data) > self.MAX_BYTES:
+            raise InvalidRequestError(
+                f"rollout {self.rollout_id}: the request is {len(data)} bytes, more than {self.MAX_BYTES}; "
+                "give large inputs by reference, and let the environment's setup fetch them"
+            )
+        return data
 
 
 class RolloutResult(_Frozen):

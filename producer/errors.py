@@ -3,7 +3,8 @@
     FleetError
     ├── FleetUnreachableError   Redis cannot be reached, or refuses the connection
     ├── FleetFullError          Redis has no memory left for what is sent
-    └── RolloutConflictError    an id was submitted before with another request
+    ├── RolloutConflictError    an id was submitted before with another request
+    └── RunBrokenError          a run ended early, after it had submitted rollouts
 
 A request or a task that does not fit the contract is a `producer.contract.InvalidRequestError`.
 """
@@ -30,8 +31,16 @@ class RolloutConflictError(FleetError):
 
     def __init__(self, rollout_ids: Sequence[str]) -> None:
         self.rollout_ids = tuple(rollout_ids)
-        shown = ", ".join(rollout_ids[:5]) + (", ..." if len(rollout_ids) > 5 else "")
         super().__init__(
-            f"rollout id already in use for another request: {shown}; an id names one request for as long as "
-            "its record is kept: give the new request a new id"
+            f"rollout id already in use for another request: {first_of(rollout_ids)}; an id names one request for as "
+            "long as its record is kept: give the new request a new id"
         )
+
+
+class RunBrokenError(FleetError):
+    """A run ended early, after it had submitted rollouts; what was in flight is cancelled, and the cause says why."""
+
+
+def first_of(rollout_ids: Sequence[str], count: int = 5) -> str:
+    """Return the first few ids as text, for messages."""
+    return ", ".join(rollout_ids[:count]) + (", ..." if len(rollout_ids) > count else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,28 +64,41 @@ class Completions:
 
     async def read(self) -> Announced:
         """Wait for the next entries; raises `FleetUnreachableError` only when Redis refuses the connection."""
-        backoff, missed = Backoff(), False
+        backoff, away = Backoff(), False
+        missed = self._quiet >= _QUIET_READS
         while True:
             try:
+                if missed:
+                    await self._begin_again_if_reset()
                 entries = await self._read_once(block=None if missed else _BLOCK_MS)
             except REFUSED as error:
                 self._connection.raise_unreachable(error)
             except TRANSIENT as error:
-                if not missed:
+                if not away:
                     logger.warning(
                         "Redis at %s went away (%s); waiting for it to come back",
                         redact(self._connection.url),
                         error,
                         extra={"stage": "follow", "batch_id": self.batch_id},
                     )
-                missed = True
+                missed = away = True
                 await backoff.wait()
                 continue
-            self._quiet = 0 if entries else self._quiet + 1
-            if entries or missed or self._quiet >= _QUIET_READS:
-                missed = missed or self._quiet >= _QUIET_READS
-                self._quiet = 0
+            self._quiet = 0 if entries or missed else self._quiet + 1
+            if entries or missed:
                 return Announced(entries, missed)
+            missed = self._quiet >= _QUIET_READS
+
+    async def _begin_again_if_reset(self) -> None:
+        """Go back to the start of a stream that ends before our position: it is another one than we have read.
+
+        Positions are times. Redis lost the stream, or it expired, and the clock of the server that has it now is
+        behind: its entries would never be read.
+        """
+        if self.position != START:
+            key = broker.stream_key(self.batch_id)
+            if not await self._connection.redis.xrevrange(key, min=self.position, count=1):
+                self.position = START
 
     async def _read_once(self, block: int | None) -> tuple[tuple[str, str], ...]:
         key = broker.stream_key(self.batch_id)
@@ -117,11 +130,14 @@ async def read_result(
     raw: bytes | None,
     batch_id: str,
     request: RolloutRequest | None = None,
+    *,
+    cancelled: bool = False,
 ) -> RolloutResult:
     """Turn what the result backend keeps (``raw``) into a typed result, whatever it is.
 
     A rollout without a usable result gets one that says why: cancelled before it ran, its task failed, its result
-    expired or cannot be read. ``request`` is used for the identity fields when the record is gone too.
+    expired or cannot be read. ``request`` is used for the identity fields when the record is gone too; then
+    ``cancelled`` says that the caller has cancelled the rollout.
     """
     meta: Any
     if raw is None:
@@ -134,7 +150,8 @@ async def read_result(
     if isinstance(meta, RolloutResult):
         return meta
     record = await connection.record(rollout_id)
-    stop, error = _explain(meta, record)
+    cancelled = record.outcome == StopCondition.CANCELLED or (cancelled and meta is None and record.state is None)
+    stop, error = _explain(meta, record, cancelled)
     known = request or _request_of(record)
     if known is None:
         return RolloutResult(rollout_id=rollout_id, batch_id=batch_id, stop_condition=stop, error=error)
@@ -155,14 +172,15 @@ def _decode_now(raw: bytes) -> RolloutResult | dict[str, Any]:
     return RolloutResult.parse(meta.get("result")) if meta.get("status") == "SUCCESS" else meta
 
 
-def _explain(meta: dict[str, Any] | None, record: Record) -> tuple[StopCondition, ErrorInfo]:
+def _explain(meta: dict[str, Any] | None, record: Record, cancelled: bool) -> tuple[StopCondition, ErrorInfo]:
     status = meta.get("status") if meta else None
-    if record.outcome == StopCondition.CANCELLED or status == "REVOKED":
+    if cancelled or status == "REVOKED":
         return StopCondition.CANCELLED, ErrorInfo(kind=ErrorKind.CANCELLED, message="the rollout was cancelled")
     if meta is None:
-        missing = "the result expired" if record.state == broker.JobState.DONE else "the rollout has no result"
-        message = f"{missing}: results are kept for {broker.RESULT_TTL.days} days after they were stored"
-        return StopCondition.HAS_ERROR, ErrorInfo(kind=ErrorKind.LEASE, message=message)
+        # The tree has no kind for a result that is gone. A lease error is the nearest: it too says that the fleet lost
+        # a rollout, not that the rollout failed, and that running it again can end differently.
+        error = ErrorInfo(kind=ErrorKind.LEASE, message=_what_is_missing(record.state), retryable=True)
+        return StopCondition.HAS_ERROR, error
     cause = meta.get("result")
     text = _exception_text(cause) if isinstance(cause, dict) else str(cause)
     if status == "UNREADABLE":
@@ -172,6 +190,17 @@ def _explain(meta: dict[str, Any] | None, record: Record) -> tuple[StopCondition
     trace = meta.get("traceback")
     error = ErrorInfo(kind=ErrorKind.ENVIRONMENT, message=message, detail=str(trace) if trace else None)
     return StopCondition.HAS_ERROR, error
+
+
+def _what_is_missing(state: str | None) -> str:
+    kept = f"{broker.RESULT_TTL.days} days"
+    if state is None:
+        return (
+            f"Redis has no record of the rollout: it is older than {kept}, was never submitted, or Redis lost its data"
+        )
+    if state == broker.JobState.DONE:
+        return f"the result expired, {kept} after it was stored, or Redis lost it"
+    return f"the rollout has no result, and its record says {state}: Redis lost how it ended"
 
 
 def _exception_text(cause: dict[str, Any]) -> str:
@@ -191,6 +220,27 @@ def _request_of(record: Record) -> RolloutRequest | None:
 # -- followers ---------------------------------------------------------------------------------------------------------
 
 
+class Recent:
+    """The ids that came last, 100,000 of them, so that one that comes again is noticed.
+
+    That is enough: a rollout is announced once, in the step that ends it, and again only after a Redis that restarted
+    has lost its last second. All the ids of an endless batch would fill the memory.
+    """
+
+    def __init__(self, limit: int = 100_000) -> None:
+        self._limit = limit
+        self._ids: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, rollout_id: str) -> bool:
+        """Note an id; returns False when it was there."""
+        if rollout_id in self._ids:
+            return False
+        self._ids[rollout_id] = None
+        if len(self._ids) > self._limit:
+            self._ids.popitem(last=False)
+        return True
+
+
 class Results(AsyncIterator[RolloutResult]):
     """The results of a batch as they complete, each once; ends after ``count`` of them, or never.
 
@@ -205,7 +255,7 @@ class Results(AsyncIterator[RolloutResult]):
         self._connection = connection = connection.lasting()
         self._completions = Completions(connection, batch_id, after)
         self._left = count
-        self._seen: set[str] = set()
+        self._seen = Recent()
         self._announced: deque[tuple[str, str]] = deque()
         self._fetched: deque[tuple[str, str, bytes | None]] = deque()
         self._one_at_a_time = asyncio.Lock()
@@ -231,8 +281,7 @@ class Results(AsyncIterator[RolloutResult]):
     async def _fetch(self) -> None:
         while not self._announced:
             for position, rollout_id in (await self._completions.read()).entries:
-                if rollout_id not in self._seen:
-                    self._seen.add(rollout_id)
+                if self._seen.add(rollout_id):
                     self._announced.append((position, rollout_id))
         group = [self._announced[i] for i in range(min(GROUP, len(self._announced)))]
         stored = await self._connection.stored_results([rollout_id for _, rollout_id in group])
@@ -266,14 +315,23 @@ class Waiters:
             if not self._counts[rollout_id]:
                 del self._counts[rollout_id], self._futures[rollout_id]
             if not self._futures:
-                await asyncio.shield(self.aclose())
+                await self._stop_following()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits."""
+        return not self._futures
 
     async def aclose(self) -> None:
         """Stop following; callers that still wait get a `FleetError`."""
-        follower, self._follower = self._follower, None
         self._fail(FleetError(f"the producer was closed while rollouts of batch {self._batch_id} were waited for"))
+        await self._stop_following()
+
+    async def _stop_following(self) -> None:
+        # Taken off before anything is awaited: whoever begins to wait meanwhile gets a follower of its own.
+        follower, self._follower = self._follower, None
         if follower is not None:
-            await end(follower)
+            await asyncio.shield(end(follower))
 
     async def _follow(self) -> None:
         async with self._starting:

@@ -31,13 +31,14 @@ class ResultsFileError(Exception):
 class ResultsFile:
     """A file to append results to; `prepare` it, then use it as a context manager while writing.
 
-    ``kept`` names the rollouts whose results are in the file already and stay. Nothing is changed on disk before the
-    context is entered.
+    ``kept`` names the rollouts whose results are in the file already and stay; ``kept_failed`` is how many of them did
+    not complete. Nothing is changed on disk before the context is entered.
     """
 
     path: Path
     overwrite: bool = False
     kept: set[Sample] = field(default_factory=set)
+    kept_failed: int = 0
     _keep_lines: list[bool] | None = None
     _handle: int = -1
 
@@ -126,6 +127,7 @@ class ResultsFile:
             keep = found is not None and self._is_kept(found, keep_failed)
             if keep and found is not None:
                 self.kept.add(_sample(found))
+                self.kept_failed += found["stop_condition"] != StopCondition.COMPLETED
             keep_lines.append(keep)
         self._keep_lines = keep_lines
 

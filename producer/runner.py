@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from producer.batch import Batch, new_batch_id
+from producer.batch import Batch
 from producer.client import Producer
 from producer.connection import FleetConnection, end, redact
-from producer.contract import RolloutRequest, StopCondition
-from producer.errors import FleetError
+from producer.contract import InvalidRequestError, RolloutRequest, StopCondition
+from producer.errors import FleetError, RunBrokenError, first_of
+from producer.ids import new_batch_id
 from producer.progress import Progress, plain_or_rich
 from producer.results_file import ResultsFile, ResultsFileError
 from producer.settings import ProducerSettings
@@ -33,7 +34,7 @@ class RunOptions:
     cancelled rollouts are waited for. ``overwrite`` applies when the results' file is given by its path.
     """
 
-    settings: ProducerSettings = field(default_factory=ProducerSettings)
+    settings: ProducerSettings
     batch_id: str = field(default_factory=lambda: new_batch_id("run"))
     total: int | None = None
     max_in_flight: int | None = None
@@ -44,7 +45,7 @@ class RunOptions:
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into two events: stop tidily, and then leave at once."""
+    """Turns SIGINT, SIGTERM and SIGHUP (a closed terminal) into two events: stop tidily, and then leave at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -53,7 +54,11 @@ class Interrupts:
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
         """Handle the signals for as long as the context lasts; elsewhere than in the main thread, not at all."""
-        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        signals = (
+            (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if threading.current_thread() is threading.main_thread()
+            else ()
+        )
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in signals}
         for number in signals:
@@ -77,7 +82,9 @@ def run_batch(requests: Iterable[RolloutRequest], out: Path | ResultsFile, optio
 
     Raises:
         FleetUnreachableError: Redis does not answer at the start; nothing was submitted.
-        ResultsFileError: ``out`` cannot be written; what was in flight is cancelled.
+        ResultsFileError: ``out`` cannot be used; nothing was submitted.
+        RunBrokenError: the run ended early, because ``out`` cannot be written any more, an id was taken or Redis
+            refuses us; what was in flight is cancelled, and the results that were written stay.
     """
     return asyncio.run(run_batch_async(requests, out, options))
 
@@ -85,7 +92,7 @@ def run_batch(requests: Iterable[RolloutRequest], out: Path | ResultsFile, optio
 async def run_batch_async(requests: Iterable[RolloutRequest], out: Path | ResultsFile, options: RunOptions) -> Summary:
     """Do what `run_batch` does, on the running event loop."""
     file = out if isinstance(out, ResultsFile) else ResultsFile.prepare(out, overwrite=options.overwrite)
-    summary = Summary(batch_id=options.batch_id, kept=len(file.kept))
+    summary = Summary(batch_id=options.batch_id, kept=len(file.kept), kept_failed=file.kept_failed)
     with Interrupts().installed() as interrupts:
         async with Producer(options.settings) as producer:
             await _refuse_known(producer.connection, options.fresh_ids)
@@ -94,7 +101,7 @@ async def run_batch_async(requests: Iterable[RolloutRequest], out: Path | Result
                 run = _Run(producer, file, summary, options)
                 await run.to_the_end(requests, interrupts, progress)
     if summary.interrupted and options.resume_hint:
-        _say(f"to run the rest, with the same options: {options.resume_hint}")
+        _say(f"to run the rest: {options.resume_hint}")
     return summary
 
 
@@ -121,8 +128,14 @@ class _Run:
         finally:
             await end(first, ticker, work)
         self._show(progress)
-        if not work.cancelled():
-            work.result()
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._raise(error)
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        # Without a batch, `submit_many` raised, and has cancelled what it had sent: nothing came of the run.
+        if self._batch is not None and isinstance(error, (FleetError, ResultsFileError, InvalidRequestError)):
+            raise RunBrokenError(f"the run ended early, and what was in flight is cancelled: {error}") from error
+        raise error
 
     async def _work(self, requests: Iterable[RolloutRequest]) -> None:
         options = self._options
@@ -168,10 +181,9 @@ class _Run:
 async def _refuse_known(connection: FleetConnection, rollout_ids: Sequence[str]) -> None:
     known = [i for i, state in (await connection.states(rollout_ids)).items() if state is not None]
     if known:
-        shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
         raise FleetError(
-            f"rollout id used by an earlier run: {shown}; leave rollout_id out of the tasks or change it, or use "
-            "--resume, which gives what runs again an id of its own"
+            f"rollout id used by an earlier run: {first_of(known)}; leave rollout_id out of the tasks or change it, or "
+            "use --resume, which gives what runs again an id of its own"
         )
 
 

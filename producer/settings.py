@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import AliasChoices, Field
+from typing import Annotated
+
+import redis
+from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+
+
+def _redis_url(url: str) -> str:
+    try:
+        redis.ConnectionPool.from_url(url)
+    except ValueError as error:
+        raise ValueError(f"this is no Redis URL ({error}); give one such as {DEFAULT_REDIS_URL}") from None
+    return url
+
+
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 class ProducerSettings(BaseSettings):
@@ -13,7 +27,7 @@ class ProducerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ROLLOUTS_", frozen=True, extra="ignore")
 
-    redis_url: str = Field(
+    redis_url: RedisUrl = Field(
         default=DEFAULT_REDIS_URL,
         validation_alias=AliasChoices("redis_url", "ROLLOUTS_REDIS_URL", "REDIS_URL"),
         description="URL of the Redis or Valkey server that holds queue, records and results.",

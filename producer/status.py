@@ -49,10 +49,10 @@ class FleetStatus:
 
     def show(self, console: Console) -> None:
         """Print tables of workers, queues and phases."""
-        columns = ("name", "host", "pid", "state", "running", "concurrency", "loop_lag_ms")
-        workers = Table(*(name.replace("_", " ") for name in columns), title="workers", title_justify="left")
+        columns = ("name", "host", "pid", "state", "running", "concurrency")
+        workers = Table(*columns, "loop lag p99 (ms)", title="workers", title_justify="left")
         for worker in self.workers:
-            workers.add_row(*(str(worker.get(name, "-")) for name in columns))
+            workers.add_row(*(str(worker.get(name, "-")) for name in columns), _p99(worker.get("loop_lag_ms")))
         console.print(workers)
         if not self.workers:
             console.print("no worker is alive; start one with: rollouts worker")
@@ -104,6 +104,11 @@ async def workers_alive(connection: FleetConnection) -> int:
 async def _now_ms(connection: FleetConnection) -> int:
     seconds, micros = await connection.redis.time()
     return int(seconds) * 1000 + int(micros) // 1000
+
+
+def _p99(lag: object) -> str:
+    p99 = lag.get("p99") if isinstance(lag, dict) else None
+    return f"{p99:.1f}" if isinstance(p99, int | float) else "-"
 
 
 def _report(name: str, report: bytes | None) -> dict[str, Any]:

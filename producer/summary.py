@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import Counter
@@ -35,10 +36,14 @@ class Seen:
 
 @dataclass
 class Summary:
-    """The running totals of one run; ``kept`` rollouts were in the file of results before it."""
+    """The running totals of one run.
+
+    ``kept`` rollouts were in the file of results before it, and ``kept_failed`` of those did not complete.
+    """
 
     batch_id: str = ""
     kept: int = 0
+    kept_failed: int = 0
     interrupted: bool = False
     seconds: float = 0.0
     stop_conditions: Counter[str] = field(default_factory=Counter)
@@ -93,10 +98,10 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """Exit status of the run: 0 when all completed, 1 when some did not, 130 when it was interrupted."""
+        """Exit status: 0 when all completed, kept ones too, 1 when some did not, 130 when it was interrupted."""
         if self.interrupted:
             return 130
-        return 0 if self.completed == self.rollouts else 1
+        return 0 if self.completed == self.rollouts and not self.kept_failed else 1
 
     @property
     def last_line(self) -> str:
@@ -113,6 +118,7 @@ class Summary:
             "failed": self.failed,
             "cancelled": self.cancelled,
             "kept": self.kept,
+            "kept_failed": self.kept_failed,
             "interrupted": self.interrupted,
             "seconds": round(self.seconds, 3),
             "stop_conditions": dict(self.stop_conditions),
@@ -139,7 +145,8 @@ class Summary:
         count = max(1, self.rollouts)
         rows = [(stop, str(number)) for stop, number in sorted(self.stop_conditions.items())]
         if self.kept:
-            rows.append(("kept from before", str(self.kept)))
+            failed = f" ({self.kept_failed} failed)" if self.kept_failed else ""
+            rows.append(("kept from before", f"{self.kept}{failed}"))
         rows.append(("mean reward", "-" if mean is None else f"{mean:.4g} (of {len(self.rewards)})"))
         rows.append(("turns", f"{self.turns} ({self.turns / count:.1f} a rollout)"))
         rows.append(("tokens", f"{self.prompt_tokens} prompt, {self.completion_tokens} completion"))
@@ -179,4 +186,4 @@ def _mean(values: array[float]) -> float | None:
 
 def _rank(ordered: list[float], share: float) -> float:
     """Nearest rank: always a time that was really measured."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

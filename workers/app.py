@@ -42,10 +42,10 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     app.pool_lifespan = fleet.lifespan
     app.rollout_records = fleet
     register_tasks(app, fleet)
+    signals.setup_logging.connect(_own_logging)
     return app
 
 
-@signals.setup_logging.connect
 def _own_logging(loglevel: int | str | None = None, **_: Any) -> None:
     """Replace Celery's logging set-up by ours."""
     configure_logging(loglevel or "INFO")

@@ -86,15 +86,15 @@ async def salvaged(rollout: Rollout, gateway: Gateway) -> AsyncIterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError):
-            await _quietly(rollout, "cancel", gateway.cancel(*where))
+            await quietly(rollout, "cancel", gateway.cancel(*where))
         if not rollout.trajectory:
-            fetched = await _quietly(rollout, "fetch_trajectory", gateway.fetch_trajectory(*where))
+            fetched = await quietly(rollout, "fetch_trajectory", gateway.fetch_trajectory(*where))
             if fetched is not None:
                 record_trajectory(rollout, fetched)
         raise
 
 
-async def _quietly(rollout: Rollout, what: str, call: Awaitable[ValueT]) -> ValueT | None:
+async def quietly(rollout: Rollout, what: str, call: Awaitable[ValueT]) -> ValueT | None:
     """Await ``call`` on the way out: bounded, not interrupted by a further cancellation, failures only logged."""
     try:
         return await uninterrupted(call, _SALVAGE_TIMEOUT)

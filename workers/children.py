@@ -32,13 +32,20 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     is_ready: Callable[[], bool]
+    #: Starts it again, in its place; None for one that others depend on.
+    restart: Callable[[], None] | None = None
     ready: bool = False
 
     def check(self) -> None:
         """Raise `StackError` when the process has ended."""
+        if self.ending:
+            raise StackError(f"the {self.name} ended with {self.ending}. Its last words:\n{self.last_words()}")
+
+    @property
+    def ending(self) -> str | None:
+        """How the process ended, None while it runs."""
         code = self.process.poll()
-        if code is not None:
-            raise StackError(f"the {self.name} ended with {_ending(code)}. Its last words:\n{self.last_words()}")
+        return None if code is None else _ending(code)
 
     def last_words(self) -> str:
         """Return the end of what the process has logged."""

@@ -26,7 +26,7 @@ def worker(
     events: Annotated[bool, typer.Option(help="Send task events, for Flower.")] = False,
     loglevel: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
-    """Run a worker process until it is told to stop (the same as `celery -A workers worker`)."""
+    """Run a worker process until it is told to stop (as `celery -A workers worker`, without gossip and mingle)."""
     from producer import broker
     from workers.app import create_app
 
@@ -74,7 +74,10 @@ def up(
             f"\nThe fleet is up; Ctrl-C ends it. In another terminal:\n\n"
             f"  export ROLLOUTS_REDIS_URL={stack.redis_url}\n"
             f"  rollouts status\n"
-            f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model}\n"
+            f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model} --run-command 'python3 AGENT.py'\n\n"
+            f"To add a worker, also:\n\n"
+            f"  export ROLLOUTS_GATEWAY_URL={stack.gateway_url} ROLLOUTS_GATEWAY_CONTROL_KEY={stack.control_key}\n"
+            f"  rollouts worker --name another\n"
         )
         asyncio.run(stack.watch())
 
@@ -113,17 +116,17 @@ def _tell(part: str, what: str) -> None:
 @contextmanager
 def _stack_problems_end_it() -> Iterator[None]:
     from producer.cli import bad_usage
-    from producer.errors import FleetError
+    from producer.errors import FleetError, RunBrokenError
     from producer.results_file import ResultsFileError
     from workers.local import StackError
 
     try:
         yield
-    except (ResultsFileError, FleetError) as error:
-        bad_usage(str(error))
-    except StackError as error:
+    except (StackError, RunBrokenError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+    except (ResultsFileError, FleetError) as error:
+        bad_usage(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -138,12 +141,20 @@ def _configured(make: Callable[[], T]) -> T:
         return make()
     except ValidationError as error:
         prefix = "ROLLOUTS_GATEWAY_" if error.title.startswith("Gateway") else "ROLLOUTS_"
-        lines = [f"{prefix}{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()]
+        lines = [_setting_line(prefix, e) for e in error.errors(include_url=False, include_input=False)]
     except (ConfigurationError, ValueError, OSError) as error:
         lines = [str(error)]
     for line in lines:
         typer.echo(f"rollouts: {line}", err=True)
     raise typer.Exit(2)
+
+
+def _setting_line(prefix: str, error: Any) -> str:
+    name = "_".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{prefix}{name.upper()} is not set; set it, or give --{name.replace('_', '-')}"
+    variable = name if name.isupper() else f"{prefix}{name.upper()}"
+    return f"{variable}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def main() -> None:

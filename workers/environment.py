@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import orjson
+
 from producer.contract import RolloutRequest
-from workers.errors import InvalidRolloutError
+from workers.errors import EnvironmentHookError, InvalidRolloutError
 from workers.state import Rollout
 
 DEFAULT_IMAGE = "python:3.11-slim"
 #: Seconds that an agent's HTTP client waits for one model call, unless the request says otherwise.
 MODEL_CALL_TIMEOUT = "600"
+#: Bytes of a prompt that `CommandEnvironment` passes on; Linux takes 128 KiB for one variable.
+LONGEST_PROMPT = 64 * 1024
 
 
 class Environment:
@@ -56,16 +61,41 @@ class Environment:
 
 
 class CommandEnvironment(Environment):
-    """The bundled environment ``command``: the request names the image and the command, and nothing is scored."""
+    """The bundled environment ``command``: the request names the image and the command, and nothing is scored.
+
+    The agent finds its task in ``ROLLOUT_PROMPT``: the prompt itself, or a list of messages as JSON. A variable holds
+    64 KiB; a longer prompt is not given to the agent, which the result warns of.
+    """
+
+    def build_env_vars(self, request: RolloutRequest, rollout: Rollout) -> dict[str, str]:
+        """Return the agent's variables, with its task; the request's ``env`` wins."""
+        prompt = request.prompt if isinstance(request.prompt, str) else orjson.dumps(request.prompt).decode()
+        if len(prompt.encode()) > LONGEST_PROMPT or "\x00" in prompt:
+            rollout.warnings.append(
+                "the prompt does not fit ROLLOUT_PROMPT (64 KiB, no NUL): use an environment whose setup uploads it"
+            )
+            prompt = ""
+        return {"ROLLOUT_PROMPT": prompt} | super().build_env_vars(request, rollout)
 
 
 def reward_and_metrics(scored: Any) -> tuple[float | None, dict[str, float]]:
-    """Split what ``score`` returned into the reward and the metrics; raises `TypeError` for anything else."""
+    """Split what ``score`` returned into the reward and the metrics.
+
+    Raises `EnvironmentHookError` for anything else, and for numbers that JSON cannot hold.
+    """
     if scored is None:
         return None, {}
     if isinstance(scored, bool | int | float):
-        return float(scored), {}
+        return _finite("reward", scored), {}
     if isinstance(scored, dict) and all(isinstance(v, bool | int | float) for v in scored.values()):
-        metrics = {str(name): float(value) for name, value in scored.items()}
+        metrics = {str(name): _finite(str(name), value) for name, value in scored.items()}
         return metrics.get("reward"), metrics
-    raise TypeError(f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers")
+    raise EnvironmentHookError(
+        f"score returned {type(scored).__name__}; expected a float, or a dict of names to numbers"
+    )
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise EnvironmentHookError(f"score returned {value} as {name}; expected a finite number")
+    return float(value)

@@ -73,7 +73,7 @@ class SandboxError(RolloutError):
 
 
 class AgentError(RolloutError):
-    """The agent could not be started."""
+    """The agent could not be started, or exited with an error."""
 
     kind = ErrorKind.AGENT
 
@@ -89,13 +89,6 @@ class EnvironmentHookError(RolloutError):
     """A hook of the environment raised, or took longer than its phase's deadline."""
 
     kind = ErrorKind.ENVIRONMENT
-
-
-class LeaseLostError(RolloutError):
-    """Another worker owns the rollout now: this attempt must end without a result."""
-
-    kind = ErrorKind.LEASE
-    default_retryable = True
 
 
 class InvalidRolloutError(RolloutError):

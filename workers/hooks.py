@@ -35,6 +35,6 @@ def _naming(environment: Environment, name: str) -> Iterator[None]:
         yield
     except RolloutError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # a hook must not end the worker either
         what = f"{type(environment).__name__}.{name} raised {type(error).__name__}: {error}"
         raise EnvironmentHookError(what, detail=traceback.format_exc(limit=-6)) from error

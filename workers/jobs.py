@@ -7,6 +7,7 @@ matter.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,8 @@ from celery import Celery
 
 from producer import broker
 from producer.contract import RolloutRequest, StopCondition
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,6 @@ class Lapsed:
     batch_id: str
     priority: int
     history: str
-    request: bytes
 
 
 class Renewal(StrEnum):
@@ -116,10 +118,20 @@ class JobStore:
             found |= {rollout_id: _RENEWALS[code] for (rollout_id, _), code in zip(chunk, answers, strict=True)}
         return found
 
-    def commit(self, rollout_id: str, attempt: int, batch_id: str, outcome: StopCondition, result: bytes) -> bool:
+    def commit(
+        self,
+        rollout_id: str,
+        attempt: int,
+        batch_id: str,
+        outcome: StopCondition,
+        result: bytes,
+        *,
+        lapsed: bool = False,
+    ) -> bool:
         """Store the result (encoded as Celery's backend keeps it), end the rollout and announce it, in one step.
 
-        False when another attempt owns it or has ended it: then nothing is stored.
+        False when another attempt owns it or has ended it, or, with ``lapsed``, when its worker came back: then
+        nothing is stored.
         """
         return bool(
             self._commit(
@@ -129,7 +141,14 @@ class JobStore:
                     broker.stream_key(batch_id),
                     broker.result_key(rollout_id),
                 ],
-                args=[rollout_id, attempt, outcome.value, self._record_ttl, result],
+                args=[
+                    rollout_id,
+                    attempt,
+                    outcome.value,
+                    self._record_ttl,
+                    result,
+                    "lapsed" if lapsed else "owned",
+                ],
             )
         )
 
@@ -198,14 +217,15 @@ class JobStore:
         ids = [i.decode() for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)]
         pipe = self.client.pipeline(transaction=False)
         for rollout_id in ids:
-            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history", "request")
+            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history")
         found = []
         for rollout_id, record in zip(ids, pipe.execute(), strict=True):
-            if record[0] is None:  # the record expired: nothing is left to run
+            if not (record[0] or b"").isdigit():  # the record expired, or is not one of ours: nothing is left to run
+                logger.error("%s has no record that can be read; it is taken off the list of what runs", rollout_id)
                 self.client.zrem(broker.RUNNING, rollout_id)
                 continue
-            attempt, worker, batch, priority, history, request = ((value or b"").decode() for value in record)
-            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority), history, request.encode()))
+            attempt, worker, batch, priority, history = ((value or b"").decode() for value in record)
+            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority or 0), history))
         return found
 
     def wake_delayed(self) -> int:
@@ -226,8 +246,8 @@ class JobStore:
             if upcoming is None:
                 limit: float = base + now
             else:
-                score = self.client.zscore(broker.PENDING, orjson.loads(upcoming)["headers"]["id"])
-                if score is None:  # a duplicate, which the next free worker drops
+                score = self.client.zscore(broker.PENDING, _woken_by(upcoming))
+                if score is None:  # a duplicate or not one of ours: the next free worker drops it
                     continue
                 limit = score
             resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000)
@@ -245,6 +265,19 @@ class JobStore:
             woken += int(self._wake(keys=keys, args=args))
         return woken
 
+    def request_of(self, rollout_id: str) -> bytes:
+        """Return the request in the record, b"" when there is no record."""
+        return self.client.hget(broker.job_key(rollout_id), "request") or b""
+
+    def claimed_by(self, rollout_id: str) -> tuple[int, str] | None:
+        """Return attempt and worker of a running rollout, None for any other."""
+        state, attempt, worker = self.client.hmget(broker.job_key(rollout_id), "state", "attempt", "worker")
+        return (int(attempt), worker.decode()) if state == b"running" else None
+
+    def exists(self, rollout_id: str) -> bool:
+        """Return whether there is a record."""
+        return bool(self.client.exists(broker.job_key(rollout_id)))
+
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
         seconds, micros = self.client.time()
@@ -259,10 +292,17 @@ class JobStore:
         return bool(self.client.set(key, 1, nx=True, px=max(1, int(interval * 1000))))
 
     def _message(self, rollout_id: str, priority: int) -> bytes:
-        step = max(s for s in broker.PRIORITY_STEPS if s <= priority)
-        return self._messages[step].render(rollout_id)
+        return self._messages[broker.step_of(priority)].render(rollout_id)
 
 
 def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:
     for start in range(0, len(pairs), _CHUNK):
         yield pairs[start : start + _CHUNK]
+
+
+def _woken_by(message: bytes) -> str:
+    """Return the id of the rollout that a message in the queue is for; "" for one that is not a wake-up call."""
+    try:
+        return str(orjson.loads(message)["headers"]["id"])
+    except (ValueError, TypeError, KeyError):
+        return ""

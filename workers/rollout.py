@@ -9,12 +9,13 @@ this code never carries model traffic. Stage names in the log are those of the r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from producer.contract import Phase
 from workers.aio import first_of
-from workers.attempt import Cleanup, in_phase, log, record_trajectory, salvaged
+from workers.attempt import Cleanup, in_phase, log, quietly, record_trajectory, salvaged
 from workers.environment import Environment, reward_and_metrics
 from workers.errors import (
     AgentError,
@@ -29,6 +30,8 @@ from workers.tunnels.base import TunnelLease, TunnelProvider
 
 #: Seconds in which a sandbox must have started the agent.
 _START_TIMEOUT = 120.0
+#: Seconds in which what the agent printed must be read; a rollout is not lost for its output.
+_OUTPUT_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,14 @@ class Systems:
     gateway: Gateway
     tunnels: TunnelProvider
     sandboxes: SandboxProvider
+    #: What every sandbox of this worker is labelled with.
+    labels: tuple[str, ...] = ()
 
 
-async def run_rollout(
-    rollout: Rollout, environment: Environment, systems: Systems, secrets: dict[str, str] | None = None
-) -> None:
+async def run_rollout(rollout: Rollout, environment: Environment, systems: Systems) -> None:
     """Run one attempt and record it in ``rollout``; returns also when it failed, with ``rollout.error`` set.
 
-    ``secrets`` are the values of the request's ``secret_env``. Raises only `asyncio.CancelledError`, after clean-up.
+    Raises only `asyncio.CancelledError`, after clean-up.
     """
     request, gateway = rollout.request, systems.gateway
     log(rollout, "start", "attempt %d of %s begins", rollout.attempt, request.rollout_id)
@@ -64,13 +67,14 @@ async def run_rollout(
                 )
                 await cleanup.enter(held)
                 log(rollout, "register_rollout", "registered as %s", rollout.gateway_id)
+                await _shut_out_earlier(rollout, gateway)
 
             async with salvaged(rollout, gateway):
                 async with in_phase(rollout, Phase.TUNNEL):
                     tunnel = await _open_tunnel(rollout, systems.tunnels, cleanup)
 
                 async with in_phase(rollout, Phase.SANDBOX):
-                    spec = _sandbox_spec(rollout, environment, secrets or {})
+                    spec = _sandbox_spec(rollout, environment, systems.labels)
                     sandbox = await cleanup.enter(systems.sandboxes.create(spec))
                     rollout.sandbox, rollout.sandbox_id = sandbox, sandbox.id
                     log(rollout, "create_sandbox", "sandbox %s is ready", sandbox.id)
@@ -103,6 +107,12 @@ async def run_rollout(
     log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
 
 
+async def _shut_out_earlier(rollout: Rollout, gateway: Gateway) -> None:
+    """Forget the registration of the attempt before: its worker may have died, and its agent may live on."""
+    if earlier := rollout.earlier_gateway_id:
+        await quietly(rollout, "unregister", gateway.unregister(rollout.gateway_url, earlier))
+
+
 async def _open_tunnel(rollout: Rollout, tunnels: TunnelProvider, cleanup: Cleanup) -> TunnelLease:
     rollout.tunnel_local_addr = urlsplit(rollout.gateway_url).hostname
     log(rollout, "resolve_tunnel_local_addr", "gateway is at %s", rollout.tunnel_local_addr)
@@ -117,7 +127,7 @@ async def _open_tunnel(rollout: Rollout, tunnels: TunnelProvider, cleanup: Clean
     return tunnel
 
 
-def _sandbox_spec(rollout: Rollout, environment: Environment, secrets: dict[str, str]) -> SandboxSpec:
+def _sandbox_spec(rollout: Rollout, environment: Environment, labels: tuple[str, ...]) -> SandboxSpec:
     request = rollout.request
     env: dict[str, str] = derive(environment, "build_env_vars", request, rollout)
     # The rollout's key is a secret too: variables of a sandbox are shown by its platform, secrets are not.
@@ -129,9 +139,10 @@ def _sandbox_spec(rollout: Rollout, environment: Environment, secrets: dict[str,
         start_command=request.start_command,
         resources=request.resources,
         env=env,
-        secrets=key | secrets,
-        labels=(*request.labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
-        ttl=deadlines.sandbox + deadlines.setup + deadlines.agent + deadlines.score + deadlines.cleanup,
+        secrets=key | rollout.secrets,
+        labels=(*request.labels, *labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
+        # It must outlive every phase in which it is used, and no worker's death.
+        ttl=sum(map(deadlines.of, Phase)) + _START_TIMEOUT + _OUTPUT_TIMEOUT,
     )
 
 
@@ -153,12 +164,17 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
         raise
     rollout.agent_timed_out = not ended
     rollout.agent_completed = ended
-    _record_output(rollout, await job.wait() if ended else await job.output())
+    await _record_output(rollout, job.wait() if ended else job.output())
     log(rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)")
 
 
-def _record_output(rollout: Rollout, output: CommandResult | None) -> None:
-    if output is None:
+async def _record_output(rollout: Rollout, reading: Awaitable[CommandResult | None]) -> None:
+    try:
+        async with asyncio.timeout(_OUTPUT_TIMEOUT):
+            output = await reading
+    except TimeoutError:
+        rollout.warnings.append(f"what the agent printed could not be read within {_OUTPUT_TIMEOUT:.0f} s")
         return
-    rollout.agent_stdout, rollout.agent_stderr = output.stdout, output.stderr
-    rollout.agent_exit_code = None if rollout.agent_timed_out else output.exit_code
+    if output is not None:
+        rollout.agent_stdout, rollout.agent_stderr = output.stdout, output.stderr
+        rollout.agent_exit_code = None if rollout.agent_timed_out else output.exit_code

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from producer.contract import GatewayUrl
-from producer.settings import DEFAULT_REDIS_URL
+from producer.settings import DEFAULT_REDIS_URL, RedisUrl
 
 
 class WorkerSettings(BaseSettings):
@@ -17,7 +17,7 @@ class WorkerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ROLLOUTS_", frozen=True, extra="ignore")
 
-    redis_url: str = Field(
+    redis_url: RedisUrl = Field(
         default=DEFAULT_REDIS_URL,
         validation_alias=AliasChoices("redis_url", "ROLLOUTS_REDIS_URL", "REDIS_URL"),
         description="URL of the Redis or Valkey server that holds queue, records and results.",
@@ -48,7 +48,11 @@ class WorkerSettings(BaseSettings):
     output_limit: int = Field(
         default=64 * 1024,
         ge=1024,
-        description="Characters of an agent's stdout and of its stderr kept in a result.",
+        description="Bytes of an agent's stdout and of its stderr kept in a result.",
+    )
+
+    hook_threads: int = Field(
+        default=64, gt=0, description="Plain (not async) hooks of environments that run at one time, each in a thread."
     )
 
     lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")

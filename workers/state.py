@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from producer.contract import (
@@ -23,9 +23,13 @@ from workers.sandboxes.base import Sandbox
 #: What a result takes over as it is.
 _COPIED = (
     *("gateway_url", "rollout_base_url", "tunnel_url", "tunnel_local_addr", "tunnel_id", "sandbox_id"),
-    *("agent_completed", "agent_timed_out", "agent_exit_code", "agent_stdout", "agent_stderr"),
+    *("agent_completed", "agent_timed_out", "agent_exit_code"),
     *("trajectory", "completion", "is_truncated", "reward", "metrics", "error", "attempt", "worker", "durations"),
 )
+
+
+#: A shorter value would be found all over the place, and is no secret.
+_SHORTEST_SECRET = 4
 
 
 @dataclass
@@ -42,6 +46,9 @@ class Rollout:
     worker: str = ""
     #: This rollout's own key to the gateway, new for each attempt: an agent left over from an earlier one is shut out.
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    #: Values that must not be shown, by their names: the request's ``secret_env``.
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     rollout_base_url: str | None = None
     tunnel_url: str | None = None
@@ -82,6 +89,11 @@ class Rollout:
         """
         return self.request.rollout_id if self.attempt <= 1 else f"{self.request.rollout_id}.{self.attempt}"
 
+    @property
+    def earlier_gateway_id(self) -> str | None:
+        """The id of the attempt before, which a dead worker may have left registered."""
+        return replace(self, attempt=self.attempt - 1).gateway_id if self.attempt > 1 else None
+
     def enter(self, phase: Phase) -> None:
         """Note that the attempt is now in ``phase``."""
         self.phase = phase
@@ -91,7 +103,19 @@ class Rollout:
     def fail(self, error: ErrorInfo) -> None:
         """Record ``error`` unless an earlier one is recorded: the first is the cause, later ones follow from it."""
         if self.error is None:
-            self.error = error
+            self.error = self._redacted_error(error)
+
+    def redacted(self, text: str) -> str:
+        """Return ``text`` without the values of secrets. The attempt's own key opens nothing later, but is one too."""
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
+        for name, value in (*self.secrets.items(), ("OPENAI_API_KEY", self.api_key)):
+            if len(value) >= _SHORTEST_SECRET:
+                text = text.replace(value, f"[redacted {name}]")
+        return text
+
+    def _redacted_error(self, error: ErrorInfo) -> ErrorInfo:
+        detail = self.redacted(error.detail) if error.detail else error.detail
+        return error.model_copy(update={"message": self.redacted(error.message), "detail": detail})
 
     def stop_condition(self) -> StopCondition:
         """Derive how the attempt ended from what was recorded."""
@@ -116,6 +140,8 @@ class Rollout:
             self.request,
             stop_condition or self.stop_condition(),
             timing=timing,
-            warnings=tuple(self.warnings),
+            agent_stdout=self.redacted(self.agent_stdout),
+            agent_stderr=self.redacted(self.agent_stderr),
+            warnings=tuple(map(self.redacted, self.warnings)),
             **copied,
         )

@@ -7,7 +7,9 @@ and beat may be dead. One turn per interval is taken fleet-wide; two sweeps at o
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
+import redis
 from celery import Celery, states
 
 from producer import broker
@@ -27,16 +29,21 @@ logger = logging.getLogger(__name__)
 def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, int]:
     """Requeue lapsed leases, send what is due, and end what has no attempt left; returns how many of each.
 
-    ``trusted`` is False while leases may have lapsed only because Redis was away: then none is believed lapsed.
+    ``trusted`` is False while leases may have lapsed only because Redis was away: then none is believed lapsed. A
+    record that cannot be dealt with is logged and holds up no other.
     """
     if not store.take_turn(broker.SWEPT, store.lease_ttl / 4):
         return {}
-    counts = {"woken": store.wake_delayed(), "resent": store.resend_missing(age=store.lease_ttl)}
+    counts: Counter[str] = Counter()
     if trusted and store.uptime() >= store.lease_ttl:
         for lapsed in store.lapsed():
-            what = _requeue_or_end(store, app, lapsed)
-            counts[what] = counts.get(what, 0) + 1
-    return counts
+            try:
+                counts[_requeue_or_end(store, app, lapsed)] += 1
+            except (ValueError, TypeError, redis.ResponseError):
+                logger.exception("sweep: %s cannot be dealt with", lapsed.rollout_id)
+    counts["woken"] = store.wake_delayed()
+    counts["resent"] = store.resend_missing(age=store.lease_ttl)
+    return {what: count for what, count in counts.items() if count}
 
 
 def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
@@ -46,15 +53,15 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
     if what is Requeue.REQUEUED:
         logger.warning("%s: %s, requeued", lapsed.rollout_id, why, extra=about)
     elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
-        result = _last_result(lapsed, what, why)
+        result = _last_result(lapsed, what, why, store.request_of(lapsed.rollout_id))
         encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
-        # Refused when its worker came back in between and ended it.
-        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, result.stop_condition, encoded)
-        logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, result.stop_condition, extra=about)
+        outcome = result.stop_condition
+        if store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, outcome, encoded, lapsed=True):
+            logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, outcome, extra=about)
     return what.value
 
 
-def _last_result(lapsed: Lapsed, what: Requeue, why: str) -> RolloutResult:
+def _last_result(lapsed: Lapsed, what: Requeue, why: str, request: bytes) -> RolloutResult:
     """Build the result of a rollout that no worker will run again."""
     history = "\n".join(line for line in (lapsed.history, f"attempt {lapsed.attempt}: {why}") if line)
     if what is Requeue.CANCELLED:
@@ -66,6 +73,6 @@ def _last_result(lapsed: Lapsed, what: Requeue, why: str) -> RolloutResult:
         error = ErrorInfo(kind=ErrorKind.LEASE, message=message, detail=history)
     fields = {"error": error, "attempt": lapsed.attempt, "worker": lapsed.worker}
     try:
-        return RolloutResult.for_request(RolloutRequest.parse(lapsed.request), condition, **fields)
+        return RolloutResult.for_request(RolloutRequest.parse(request), condition, **fields)
     except InvalidRequestError:
         return RolloutResult(rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields)

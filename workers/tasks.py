@@ -32,8 +32,8 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
             fleet.hand_back(job)
 
     def release(task_id: str, **_: Any) -> None:
-        """Whatever became of the result, nobody works on the rollout any more: its lease must not be renewed."""
-        fleet.release(task_id)
+        """Whatever became of the result, this attempt is over: its lease must not be renewed."""
+        fleet.release(current_job())
 
     @app.task(base=RolloutTask, name=broker.RUN_ROLLOUT, shared=False)
     async def run_rollout(request: object = None) -> RolloutResult:

@@ -9,6 +9,7 @@ time-out, and each costs four more commands. A wake-up call that is lost with it
 from __future__ import annotations
 
 import logging
+from queue import Empty
 from typing import Any
 
 from kombu.transport import redis
@@ -19,10 +20,22 @@ logger = logging.getLogger(__name__)
 NAME = "workers.transport:Transport"
 
 
+#: What kombu and Celery raise for a list entry that is no message. Errors of the connection are none of these.
+_MALFORMED = (TypeError, ValueError, AttributeError, LookupError)
+
+
 class Channel(redis.Channel):
     """A channel that files nothing of what it delivers, and gives back what it can when it closes."""
 
     ack_emulation = False
+
+    def _brpop_read(self, **options: Any) -> Any:
+        """Read one entry of a queue; one that is no message is dropped, as it would end every worker that takes it."""
+        try:
+            return super()._brpop_read(**options)
+        except _MALFORMED:
+            logger.exception("an entry of a queue is no message, and was dropped")
+            raise Empty from None
 
     def _restore(self, message: Any, leftmost: bool = False) -> None:
         """Put a message back that was delivered and not taken up, unless the connection is gone."""
@@ -36,3 +49,13 @@ class Transport(redis.Transport):
     """The Redis transport over such channels."""
 
     Channel = Channel
+
+    def _deliver(self, message: Any, queue: str) -> None:
+        """Deliver a message; one that Celery cannot take is not given back either."""
+        try:
+            super()._deliver(message, queue)
+        except _MALFORMED:
+            if isinstance(message, dict) and isinstance(message.get("properties"), dict):
+                for channel in self.channels:
+                    channel.qos.ack(message["properties"].get("delivery_tag"))
+            raise

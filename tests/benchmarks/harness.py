@@ -30,7 +30,6 @@ def null_fleet(concurrency: int, workers: int = 1, **settings: str) -> Iterator[
         settings={
             "ROLLOUTS_SANDBOX_PROVIDER": "null_provider:null_sandboxes",
             "PYTHONPATH": str(HERE),
-            "ROLLOUTS_LOGLEVEL": "WARNING",
             **settings,
         },
     )

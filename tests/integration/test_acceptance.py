@@ -105,6 +105,7 @@ def test_up_runs_a_fleet_until_it_is_killed_and_leaves_nothing(tmp_path: Path) -
     log = tmp_path / "up.log"
     with log.open("w") as output:
         up = subprocess.Popen([*ROLLOUTS, "up"], stdout=output, stderr=output, start_new_session=True)
+    children: list[psutil.Process] = []
     try:
         wait_until(lambda: "The fleet is up" in log.read_text() or up.poll() is not None, timeout=40)
         assert up.poll() is None, log.read_text()

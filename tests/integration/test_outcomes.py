@@ -18,6 +18,12 @@ from producer.settings import ProducerSettings
 from workers.demo.environment import demo_requests
 from workers.local import LocalStack
 
+#: A message as a producer of another kind might send it; tests spoil it.
+WAKE_UP = """{"body": "W1tdLCB7fSwge31d", "content-encoding": "utf-8", "content-type": "application/json",
+ "headers": {"lang": "py", "task": "rollouts.run", "id": "odd"},
+ "properties": {"correlation_id": "odd", "delivery_info": {"exchange": "", "routing_key": "rollouts"}, "priority": 3,
+ "body_encoding": "base64", "delivery_tag": "odd"}}"""
+
 
 def request(**fields: Any) -> RolloutRequest:
     return RolloutRequest.parse({"model": "stand-in", "prompt": "hi", "max_attempts": 1, **fields})
@@ -141,6 +147,31 @@ def test_secrets_reach_the_agent_by_name_and_nothing_else_does(run: Any, stack: 
     dump = b"".join(client.dump(key) or b"" for key in client.scan_iter())
     assert b"s3cret!" not in dump
     assert stack.control_key.encode() not in dump
+
+
+def test_secrets_do_not_reach_errors_histories_or_logs(run: Any, stack: LocalStack) -> None:
+    command = 'echo "$TEST_SECRET $OPENAI_API_KEY" >&2; exit 1'
+    result = one(run, run_command=command, secret_env=["TEST_SECRET"])
+
+    assert result.error is not None
+    assert result.error.detail == "[redacted TEST_SECRET] [redacted OPENAI_API_KEY]"
+    assert result.agent_stderr.strip() == "[redacted TEST_SECRET] [redacted OPENAI_API_KEY]"
+    assert "s3cret!" not in stack.logs["worker1"].read_text()
+
+
+def test_entries_of_the_queue_that_are_no_messages_harm_no_worker(run: Any, stack: LocalStack) -> None:
+    client = redis.Redis.from_url(stack.redis_url)
+    pid = stack._children[-2].process.pid
+    wake_up = json.loads(WAKE_UP)
+    odd = [b"hello", b"5", b"[]", b"{}", b"\xff\x00", b"", b'{"headers": {}, "properties": {}}']
+    odd += [json.dumps(wake_up | {"properties": None}).encode(), json.dumps(wake_up | {"body": "!!!"}).encode()]
+    odd += [json.dumps(wake_up | {"headers": wake_up["headers"] | {"id": {"a": 1}}}).encode()]
+    odd += [json.dumps(wake_up | {"headers": wake_up["headers"] | {"timelimit": "x"}}).encode()]
+    client.rpush(broker.queue_key(3), *odd)
+
+    assert one(run, run_command="true").stop_condition is StopCondition.COMPLETED
+    assert client.llen(broker.queue_key(3)) == 0
+    assert [child.process.pid for child in stack._children if child.name == "worker1"] == [pid]
 
 
 def test_a_secret_that_the_worker_does_not_offer_is_refused(run: Any) -> None:

@@ -1,10 +1,15 @@
-"""A stand-in for the worker at its narrowest seam: real Celery messages in, records and real Celery results out."""
+"""A stand-in for the worker at its narrowest seam: real Celery messages in, real Celery results out.
+
+Records change by the scripts that the workers run, read as text, so the stand-in cannot drift from them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -15,6 +20,9 @@ from producer import broker
 from producer.contract import RolloutRequest, RolloutResult, StopCondition
 from producer.settings import ProducerSettings
 
+LEASE_MS = 60_000
+RECORD_TTL = int(broker.RESULT_TTL.total_seconds())
+
 Behaviour = Callable[[RolloutRequest], RolloutResult | None]
 
 
@@ -23,7 +31,7 @@ def complete(request: RolloutRequest) -> RolloutResult:
 
 
 class StandInWorker(threading.Thread):
-    """Consumes with kombu and stores with Celery's backend; a behaviour that returns None holds the rollout."""
+    """Consumes with kombu and encodes with Celery's backend; a behaviour that returns None holds the rollout."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -36,6 +44,8 @@ class StandInWorker(threading.Thread):
         self.started: list[str] = []
         self.held: dict[str, RolloutRequest] = {}
         self._stopping = threading.Event()
+        self._claim = self.client.register_script(broker.script("workers", "claim"))
+        self._commit = self.client.register_script(broker.script("workers", "commit"))
 
     def run(self) -> None:
         with self.app.connection_for_read() as connection:
@@ -54,18 +64,20 @@ class StandInWorker(threading.Thread):
     def receive(self, message: object) -> None:
         rollout_id = message.headers["id"]  # type: ignore[attr-defined]
         message.ack()  # type: ignore[attr-defined]
-        key = broker.job_key(rollout_id)
-        if self.client.hget(key, "state") != b"pending":
+        request = self.claim(rollout_id)
+        if request is None:
             return
-        self.client.hset(key, mapping={"state": "running", "attempt": 1})
-        self.client.zrem(broker.PENDING, rollout_id)
-        request = RolloutRequest.parse(self.client.hget(key, "request"))
         self.started.append(rollout_id)
         result = self.behaviour(request)
         if result is None:
             self.held[rollout_id] = request
         else:
             self.finish(result)
+
+    def claim(self, rollout_id: str) -> RolloutRequest | None:
+        keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
+        status, *found = self._claim(keys=keys, args=[rollout_id, "stand-in", LEASE_MS, RECORD_TTL])
+        return RolloutRequest.parse(found[-1]) if status == b"claimed" else None
 
     def end_cancelled(self) -> None:
         for rollout_id, request in list(self.held.items()):
@@ -74,10 +86,26 @@ class StandInWorker(threading.Thread):
                 self.finish(RolloutResult.for_request(request, StopCondition.CANCELLED))
 
     def finish(self, result: RolloutResult) -> None:
-        self.app.backend.store_result(result.rollout_id, result, "SUCCESS")
-        self.announce(result.rollout_id, result.batch_id, result.stop_condition)
+        """End a rollout as the worker does that has claimed it; one that still waits is claimed first."""
+        rollout_id, backend = result.rollout_id, self.app.backend
+        self.claim(rollout_id)
+        meta = backend._get_result_meta(result=result, state="SUCCESS", traceback=None, request=None)
+        stream = broker.stream_key(result.batch_id)
+        ended = self._commit(
+            keys=[broker.job_key(rollout_id), broker.RUNNING, stream, broker.result_key(rollout_id)],
+            args=[
+                rollout_id,
+                self.client.hget(broker.job_key(rollout_id), "attempt"),
+                result.stop_condition.value,
+                RECORD_TTL,
+                backend.encode(meta | {"task_id": rollout_id}),
+                "owned",
+            ],
+        )
+        assert ended, f"{rollout_id} is not running"
 
     def announce(self, rollout_id: str, batch_id: str, outcome: str) -> None:
+        """End a rollout without storing a result for it, and again when it had ended: what no worker does."""
         pipe = self.client.pipeline(transaction=True)
         pipe.hset(broker.job_key(rollout_id), mapping={"state": "done", "outcome": str(outcome)})
         pipe.xadd(broker.stream_key(batch_id), {"id": rollout_id, "outcome": str(outcome)})
@@ -128,3 +156,51 @@ def make() -> Callable[..., list[RolloutRequest]]:
         ]
 
     return requests
+
+
+class LossyProxy:
+    """Stands between a producer and Redis, and loses the reply to one command on request."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = urlsplit(url)
+        self.url = ""
+        self.lose_reply_to: bytes | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[LossyProxy]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(self._redis.hostname, self._redis.port)
+        lossy = False
+
+        async def up() -> None:
+            nonlocal lossy
+            while data := await reader.read(65536):
+                if self.lose_reply_to and self.lose_reply_to in data:
+                    self.lose_reply_to, lossy = None, True
+                up_writer.write(data)
+
+        async def down() -> None:
+            while (data := await up_reader.read(65536)) and not lossy:
+                writer.write(data)
+
+        both = [asyncio.create_task(up()), asyncio.create_task(down())]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+            writer.close()
+            up_writer.close()
+
+
+@pytest.fixture
+def lossy_proxy() -> Callable[[str], contextlib.AbstractAsyncContextManager[LossyProxy]]:
+    """Starts a proxy to the server at a URL, on the running loop."""
+    return lambda url: LossyProxy(url).running()

@@ -20,6 +20,7 @@ from producer import (
     broker,
 )
 from producer.connection import CHUNK
+from producer.results import Recent
 
 
 def open_producer(url, **more):
@@ -323,6 +324,61 @@ def test_an_announcement_that_was_lost_is_found_in_the_record(settings, idle_wor
     assert asyncio.run(go()) == ["r-0"]
 
 
+def test_results_of_a_stream_that_was_lost_come_from_the_one_that_replaced_it(settings, idle_worker, make):
+    client, key = idle_worker.client, broker.stream_key("b")
+
+    async def go():
+        async with Producer(settings) as producer:
+            requests = make(2, batch_id="b")
+            await producer.submit_many(requests, batch_id="b")
+            results = producer.results("b", count=2)
+            idle_worker.finish(done(requests[0]))
+            first = await anext(results)
+            following = asyncio.create_task(anext(results))
+            await until(lambda: client.info("clients")["blocked_clients"] == 2)
+            client.delete(key)
+            client.xadd(key, {"id": "r-0", "outcome": "completed"}, id="1-1")  # a clock that is behind
+            client.xadd(key, {"id": "r-1", "outcome": "completed"}, id="1-2")
+            client.client_kill_filter(_type="normal", skipme=True)
+            async with asyncio.timeout(10):
+                return first.rollout_id, (await following).rollout_id
+
+    assert asyncio.run(go()) == ("r-0", "r-1")
+
+
+def test_a_follower_that_hears_nothing_looks_for_itself(settings, idle_worker, make, monkeypatch):
+    monkeypatch.setattr("producer.results._BLOCK_MS", 20)
+
+    async def go():
+        async with Producer(settings) as producer:
+            batch = await producer.submit_many(make(1))
+            idle_worker.client.hset(broker.job_key("r-0"), mapping={"state": "done", "outcome": "cancelled"})
+            async with asyncio.timeout(10):
+                return [r.stop_condition async for r in batch]
+
+    assert asyncio.run(go()) == [StopCondition.CANCELLED]
+
+
+def test_the_ids_that_were_seen_are_bounded():
+    recent = Recent(limit=3)
+    assert [recent.add(i) for i in ("a", "b", "a", "c", "d", "b", "a")] == [True, True, False, True, True, False, True]
+    assert len(recent._ids) == 3
+
+
+def test_a_cancelled_batch_of_which_redis_has_no_record_ends_as_cancelled(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            batch = await producer.submit_many(make(2))
+            idle_worker.client.flushall()
+            answers = await batch.cancel()
+            return set(answers.values()), [r async for r in batch], batch.counts
+
+    answers, results, counts = asyncio.run(go())
+    assert answers == {CancelAnswer.UNKNOWN}
+    assert [r.error.kind for r in results] == [ErrorKind.CANCELLED] * 2
+    assert (counts.cancelled, counts.failed) == (2, 0)
+
+
 # -- what is stored for a rollout, and the result it becomes ---------------------------------------------------------
 
 
@@ -343,8 +399,9 @@ def test_a_duplicate_announcement_is_delivered_once(settings, idle_worker, make)
             requests = make(2, batch_id="b")
             for request in requests:
                 await producer.submit(request)
-            for request in [requests[0], requests[0], requests[1]]:
-                idle_worker.finish(done(request))
+            idle_worker.finish(done(requests[0]))
+            idle_worker.announce("r-0", "b", "completed")  # by a Redis that had lost its last second and ran it again
+            idle_worker.finish(done(requests[1]))
             results = producer.results("b")
             first = await anext(results)
             position = results.position
@@ -392,6 +449,7 @@ def test_a_result_without_any_record_still_has_its_id(settings, idle_worker):
 
     result = asyncio.run(go())
     assert (result.rollout_id, result.batch_id, result.error.kind) == ("gone", "b", ErrorKind.LEASE)
+    assert "Redis has no record of the rollout" in result.error.message
 
 
 @pytest.mark.parametrize(

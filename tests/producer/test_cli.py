@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 
 import pytest
 import redis
@@ -19,6 +20,7 @@ from producer.progress import describe
 from producer.results_file import ResultsFile, ResultsFileError
 from producer.runner import RunOptions, run_batch
 from producer.settings import ProducerSettings
+from producer.summary import Summary
 
 CLI = [sys.executable, "-m", "producer.cli"]
 
@@ -215,6 +217,20 @@ def test_a_wrong_setting_is_named(rollouts, monkeypatch):
     assert "ROLLOUTS_MAX_IN_FLIGHT" in ended.stderr
 
 
+def test_a_run_that_breaks_off_after_it_has_begun_exits_with_1(process, files, worker):
+    worker.behaviour = lambda r: None if r.example_id == 3 else RolloutResult.for_request(r, StopCondition.COMPLETED)
+    os.mkfifo(files.out)
+    reader = os.open(files.out, os.O_RDONLY | os.O_NONBLOCK)
+    running = process()
+    wait_until(lambda: len(worker.started) == 3)
+    os.close(reader)  # as a disk that is full: writing fails from now on
+    worker.finish(RolloutResult.for_request(worker.held.pop(*worker.held), StopCondition.COMPLETED))
+    _, stderr = running.communicate(timeout=20)
+    assert "the run ended early" in stderr
+    assert "cannot be written: Broken pipe" in stderr
+    assert running.returncode == 1
+
+
 def test_explicit_ids_of_an_earlier_run_are_refused_before_anything_is_submitted(rollouts, files, worker):
     files.write({"rollout_id": "mine"}, {})
     assert rollouts().exit_code == 0
@@ -242,7 +258,9 @@ def test_resume_runs_what_is_missing_cancelled_or_failed(rollouts, files, worker
 def test_resume_with_keep_failed_keeps_errors(rollouts, files, worker):
     files.out.write_text(line(1, stop="has_error") + line(2, stop="agent_timeout") + line(3))
     ended = rollouts("--resume", "--keep-failed")
-    assert ended.exit_code == 0
+    assert ended.exit_code == 1  # not all completed, though nothing is left to run
+    assert "kept from before" in ended.stdout
+    assert "3 (2 failed)" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "0 rollouts: 0 completed, 0 failed"
     assert len(files.results()) == 3
 
@@ -269,7 +287,9 @@ def test_ctrl_c_cancels_what_is_in_flight_keeps_what_is_done_and_resumes(process
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=20)
     assert running.returncode == 130
-    assert f"rollouts run {files.tasks} --out {files.out} --resume" in stderr
+    hint = next(line for line in stderr.splitlines() if line.startswith("to run the rest: "))
+    assert hint.startswith(f"to run the rest: rollouts run {files.tasks} --out {files.out} ")
+    assert hint.endswith(" --resume")
     assert stdout.splitlines()[-1] == "3 rollouts: 1 completed, 0 failed, 2 cancelled"
     assert [r["example_id"] for r in files.results()] == [1]
 
@@ -365,7 +385,12 @@ def test_status_shows_workers_queues_and_phases(redis_url, idle_worker):
     now = time.time() * 1000
     client.zadd(broker.WORKERS, {"w1": now + 60_000, "dead": now - 1})
     report = {"name": "w1", "host": "h", "pid": 7, "concurrency": 9, "running": 2, "state": "ready"}
-    client.set(broker.worker_key("w1"), json.dumps(report | {"phases": {"agent": 2}, "loop_lag_ms": 1}))
+    client.set(
+        broker.worker_key("w1"),
+        json.dumps(
+            report | {"phases": {"agent": 2}, "loop_lag_ms": {"last": 1.0, "p50": 2.0, "p99": 34.56, "max": 99.0}}
+        ),
+    )
     client.lpush(broker.queue_key(9), "m")
     client.zadd(broker.PENDING, {"a": 1})
     client.zadd(broker.RUNNING, {"b": now + 60_000, "c": 1})
@@ -379,6 +404,8 @@ def test_status_shows_workers_queues_and_phases(redis_url, idle_worker):
     table = CliRunner().invoke(app, ["status", "--redis-url", redis_url]).stdout
     assert "w1" in table
     assert "in agent" in table
+    assert "34.6" in table
+    assert "99.0" not in table
 
 
 def test_status_of_an_idle_fleet_says_how_to_start_a_worker(redis_url):
@@ -389,6 +416,20 @@ def test_status_without_redis_exits_with_2():
     ended = CliRunner().invoke(app, ["status", "--redis-url", "redis://127.0.0.1:1/0"])
     assert ended.exit_code == 2
     assert "cannot be used" in ended.stderr
+
+
+def test_the_error_names_the_variable_before_the_option():
+    ended = CliRunner().invoke(app, ["status", "--redis-url", "redis://127.0.0.1:1/0"])
+    assert ended.stderr.index("ROLLOUTS_REDIS_URL") < ended.stderr.index("--redis-url")
+    assert "password" in ended.stderr
+
+
+def test_percentiles_are_the_nearest_rank():
+    summary = Summary()
+    summary.latency["agent"] = array("d", [2.0, 1.0])
+    assert summary.as_dict()["latency"]["agent"] == {"p50": 1.0, "p95": 2.0}
+    summary.latency["agent"] = array("d", range(1, 101))
+    assert summary.as_dict()["latency"]["agent"] == {"p50": 50.0, "p95": 95.0}
 
 
 def test_progress_names_counts_rate_and_time_left():

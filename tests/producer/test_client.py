@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 from celery.worker.request import Request
 from kombu import Consumer
+from pydantic import ValidationError
 
 from producer import (
     CancelAnswer,
@@ -27,6 +28,7 @@ from producer import (
     broker,
 )
 from producer.connection import CHUNK, redact
+from producer.ids import sample_rollout_id
 
 
 def test_submit_writes_the_record_and_sends_one_wake_up_message(settings, idle_worker, make):
@@ -86,7 +88,7 @@ def test_a_real_consumer_and_celery_s_request_read_the_message(settings, idle_wo
     asyncio.run(submit())
     app: Celery = idle_worker.app
 
-    @app.task(name=broker.RUN_ROLLOUT, bind=True)
+    @app.task(name=broker.RUN_ROLLOUT, bind=True, shared=False)
     def run(self):
         return None
 
@@ -147,6 +149,102 @@ def test_a_conflict_in_a_later_chunk_cancels_what_the_batch_has_sent(settings, i
     assert idle_worker.client.zrange(broker.PENDING, 0, -1) == [b"taken"]
 
 
+def test_a_conflict_in_a_later_chunk_of_one_window_cancels_the_earlier_ones(settings, idle_worker, make):
+    large = "x" * 2_500_000  # each one fills a chunk of its own
+
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1, rollout_id="taken", batch_id="b")[0])
+            await producer.submit_many([*make(3, prompt=large), *make(1, rollout_id="taken", prompt=large)])
+
+    with pytest.raises(RolloutConflictError, match="taken"):
+        asyncio.run(submit())
+    outcomes = [idle_worker.client.hget(broker.job_key(f"r-{i}"), "outcome") for i in range(3)]
+    assert outcomes == [b"cancelled"] * 3
+    assert idle_worker.client.zrange(broker.PENDING, 0, -1) == [b"taken"]
+
+
+def test_a_submission_whose_reply_was_lost_is_cancelled(idle_worker, redis_url, make, lossy_proxy):
+    async def submit():
+        async with (
+            lossy_proxy(redis_url) as proxy,
+            Producer(ProducerSettings(redis_url=proxy.url), patience=0) as producer,
+        ):
+            await producer.submit(make(1, rollout_id="before")[0])  # loads the script
+            proxy.lose_reply_to = b"r-2"
+            await producer.submit_many(make(3))
+
+    with pytest.raises(FleetUnreachableError):
+        asyncio.run(submit())
+    outcomes = [idle_worker.client.hget(broker.job_key(f"r-{i}"), "outcome") for i in range(3)]
+    assert outcomes == [b"cancelled"] * 3
+
+
+def test_a_submission_whose_reply_was_lost_is_in_flight_for_those_who_iterate_on(worker, redis_url, make, lossy_proxy):
+    async def source():
+        for request in make(1):
+            yield request
+
+    async def go():
+        async with (
+            lossy_proxy(redis_url) as proxy,
+            Producer(ProducerSettings(redis_url=proxy.url), patience=0) as producer,
+        ):
+            await producer.submit(make(1, rollout_id="before")[0])
+            proxy.lose_reply_to = b"r-0"
+            batch = await producer.submit_many(source())
+            with pytest.raises(FleetUnreachableError):
+                await anext(batch)
+            return [r.rollout_id async for r in batch], batch.counts
+
+    ids, counts = asyncio.run(go())
+    assert ids == ["r-0"]
+    assert (counts.submitted, counts.completed) == (1, 1)
+
+
+def test_a_batch_that_is_submitted_again_has_the_same_ids(settings, idle_worker):
+    def requests():
+        return [RolloutRequest(model="m", example_id=e, sample_index=s) for e in (1, "two/x") for s in (0, 1)]
+
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit_many(requests(), batch_id="b")
+            await producer.submit_many(requests(), batch_id="b")
+            await producer.submit_many(requests())  # without an id it is another batch each time
+
+    asyncio.run(submit())
+    ids = {i.decode() for i in idle_worker.client.zrange(broker.PENDING, 0, -1)}
+    assert len(ids) == 4 + 4
+    expected = {sample_rollout_id("b", e, s) for e in (1, "two/x") for s in (0, 1)}
+    assert {"b-1-0", "b-1-1"} < expected < ids
+
+
+def test_samples_that_cannot_be_told_apart_are_refused_also_beyond_the_window(settings, worker):
+    async def go():
+        async with Producer(settings) as producer:
+            requests = [RolloutRequest(model="m", example_id=1)] * 2
+            return [r async for r in await producer.submit_many(requests, batch_id="b", max_in_flight=1)]
+
+    with pytest.raises(InvalidRequestError, match="a sample_index each"):
+        asyncio.run(go())
+
+
+def test_a_stream_that_is_always_in_use_loses_entries_whose_results_have_expired(settings, idle_worker, make):
+    client, key = idle_worker.client, broker.stream_key("default")
+    old = int((time.time() - broker.RESULT_TTL.total_seconds() - 3600) * 1000)
+    for i in range(500):
+        client.xadd(key, {"id": f"old-{i}", "outcome": "completed"}, id=f"{old}-{i}")
+    client.xadd(key, {"id": "young", "outcome": "completed"})
+
+    async def submit():
+        async with Producer(settings) as producer:
+            await producer.submit(make(1)[0])
+
+    asyncio.run(submit())
+    assert client.xlen(key) <= 100  # Redis drops whole blocks of a hundred
+    assert client.xrevrange(key, count=1)[0][1][b"id"] == b"young"
+
+
 def test_a_request_beyond_the_size_limit_is_refused(settings, make):
     async def submit():
         async with Producer(settings) as producer:
@@ -193,6 +291,33 @@ def test_closing_the_producer_ends_those_who_wait(settings, make):
 
     with pytest.raises(Exception, match="producer was closed"):
         asyncio.run(go())
+
+
+def test_who_begins_to_wait_while_another_stops_is_not_told_that_the_producer_was_closed(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            first, second = [await producer.submit(request) for request in make(2)]
+            leaving = asyncio.create_task(first.result())
+            while not producer._waiters or not producer._waiters["default"]._futures["r-0"]._callbacks:
+                await asyncio.sleep(0)  # until nothing but the end of r-0 is waited for
+            leaving.cancel()
+            staying = asyncio.create_task(second.result(timeout=10))
+            await asyncio.wait({leaving})
+            idle_worker.finish(RolloutResult.for_request(make(2)[1], StopCondition.COMPLETED))
+            return await staying
+
+    assert asyncio.run(go()).rollout_id == "r-1"
+
+
+def test_nothing_is_kept_of_batches_that_nobody_waits_for(settings, worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            for request in make(3):
+                own = request.model_copy(update={"batch_id": f"b-{request.example_id}"})
+                await (await producer.submit(own)).result(timeout=10)
+            return len(producer._waiters)
+
+    assert asyncio.run(go()) == 0
 
 
 def test_cancel_of_a_pending_rollout_ends_it_at_once(settings, idle_worker, make):
@@ -269,12 +394,8 @@ def test_a_refused_password_is_not_retried(own_redis):
 
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis://h:port/0", "redis://[::1"])
 def test_a_wrong_redis_url_is_named(url):
-    async def go():
-        async with Producer(ProducerSettings(redis_url=url)):
-            pass
-
-    with pytest.raises(FleetUnreachableError, match="is not a Redis URL"):
-        asyncio.run(go())
+    with pytest.raises(ValidationError, match="this is no Redis URL"):
+        ProducerSettings(redis_url=url)
 
 
 def test_urls_are_shown_without_secrets():

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from producer.contract import ID_PATTERN, InvalidRequestError
-from producer.tasks_file import TaskDefaults, TasksFile, TasksFileError, run_batch_id, safe_id
+from producer.ids import safe_id
+from producer.tasks_file import TaskDefaults, TasksFile, TasksFileError, run_batch_id
 
 
 @pytest.fixture

@@ -244,8 +244,33 @@ def test_the_sweep_requeues_a_dead_workers_rollout_once(store: JobStore, app: Ce
 
 
 def test_two_sweeps_take_turns(store: JobStore, app: Celery) -> None:
-    assert sweep(store, app) != {}
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store)
+    lapse(store)
+    assert sweep(store, app) == {"requeued": 1}
+    assert store.client.exists(broker.SWEPT), "the next turn is an interval away"
     assert sweep(store, app) == {}
+
+
+def test_garbage_in_the_queue_and_in_records_holds_up_nothing(store: JobStore, app: Celery) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    store.client.rpush(broker.queue_key(3), b"garbage")
+    store.client.hset(broker.job_key("odd"), mapping={"state": "running", "attempt": "x"})
+    store.client.zadd(broker.RUNNING, {"odd": 0})
+    claimed(store)
+    lapse(store)
+
+    assert sweep(store, app)["requeued"] == 1
+
+
+def test_a_worker_that_comes_back_before_the_sweep_ends_its_last_attempt_keeps_it(store: JobStore) -> None:
+    claim = claimed(store, max_attempts=1)
+    lapse(store)
+    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.EXHAUSTED
+    assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.RENEWED}
+
+    assert not store.commit("r1", claim.attempt, "b", StopCondition.HAS_ERROR, b"y", lapsed=True)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
 
 
 def test_no_lease_is_believed_lapsed_while_redis_was_away(store: JobStore, app: Celery) -> None:

@@ -303,6 +303,16 @@ def test_output_is_cut_between_characters(tmp_path: Path) -> None:
     assert process.read_ends(path, 101) == "\ufffd\ufffd binary"
 
 
+@pytest.mark.parametrize("replace", ["ln -sf /etc/passwd", "mkfifo", "mkdir"])
+def test_output_that_an_agent_replaced_is_neither_followed_nor_waited_for(run: Run, replace: str) -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        command = f'out=$(readlink /proc/$$/fd/1); rm "$out"; {replace} "$out"; echo still >&2'
+        result = await asyncio.wait_for(sandbox.execute_command(command), 10)
+        assert result == CommandResult(0, process.REPLACED, "still\n")
+
+    run(body)
+
+
 def test_output_lies_outside_the_working_directory(run: Run) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         result = await sandbox.execute_command("find . -mindepth 1; readlink /proc/$$/fd/1")
@@ -769,10 +779,13 @@ async def two_hundred_short_jobs(root: Path) -> None:
 def nothing_leaks() -> Iterator[None]:
     uvloop.new_event_loop().close()  # its first loop opens two descriptors for the length of the process
     before = open_descriptors()
+    others = {child.pid for child in psutil.Process().children()}  # servers of this test process's other tests
     yield
     end = time.monotonic() + 10
-    while psutil.Process().children() or (sys.platform == "linux" and len(open_descriptors()) > len(before)):
-        assert time.monotonic() < end, (psutil.Process().children(), open_descriptors() - before)
+    while (left := {c.pid for c in psutil.Process().children()} - others) or (
+        sys.platform == "linux" and len(open_descriptors()) > len(before)
+    ):
+        assert time.monotonic() < end, (left, open_descriptors() - before)
         time.sleep(0.01)
 
 

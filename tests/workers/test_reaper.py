@@ -259,7 +259,22 @@ def test_read_only_folders_are_removed_and_links_are_not_followed(tmp_path_facto
         subprocess.run(["rm", "-rf", base], check=True)
 
 
+def test_a_tree_that_is_deeper_than_recursion_and_paths_may_be_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    folder = os.open(tmp_path / "tree", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=folder)
+        os.symlink("/etc", "link", dir_fd=folder)
+        inner = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    assert remove_tree(tmp_path / "tree") is True
+    assert os.listdir(tmp_path) == []
+
+
 def test_remove_tree_reports_what_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaper_module.shutil, "rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(reaper_module, "_take_apart", lambda top: None)
     assert remove_tree(tmp_path) is False
     assert remove_tree(tmp_path / "nothing") is True

@@ -91,3 +91,17 @@ def test_other_tasks_results_are_stored_as_celery_does(app: Celery) -> None:
     app.backend.store_result("other", {"any": "thing"}, states.SUCCESS, request=Context(task="other"))
     assert app.AsyncResult("other").get(timeout=1) == {"any": "thing"}
     assert app.rollout_records.commits == []
+
+
+@pytest.mark.parametrize("odd", [object(), 2**80, "\ud800", float("nan")], ids=["object", "big", "surrogate", "nan"])
+def test_a_result_that_is_not_json_still_ends_the_rollout(app: Celery, odd: object) -> None:
+    result = RESULT.model_copy(update={"info": {"x": odd}, "attempt": 2})
+    app.backend.store_result("held", result, states.SUCCESS, request=REQUEST)
+
+    ((_, outcome, meta),) = app.rollout_records.commits
+    stored = RolloutResult.parse(meta["result"])
+    assert stored.attempt == 2
+    if odd == odd:
+        assert outcome is StopCondition.HAS_ERROR
+        assert stored.error is not None
+        assert "cannot be written as JSON" in stored.error.message

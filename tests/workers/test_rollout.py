@@ -175,9 +175,8 @@ def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> No
     assert result.rollout_base_url == f"http://tunnel.test/v1/rollouts/{result.rollout_id}"
     assert (result.tunnel_id, result.tunnel_local_addr, result.sandbox_id) == ("tn-1", "gateway", "sb-1")
     assert set(result.durations) == {p.value for p in Phase}
-    order = ["register", "tunnel", "create", "start_job", "wait", "fetch", "execute", "delete", "untunnel"]
-    assert [c for c in world.calls if c in {*order, "unregister"}][:2] == order[:2]
-    assert world.calls[-3:] == ["delete", "untunnel", "unregister"]
+    order = ["register", "tunnel", "create", "start_job", "wait", "wait", "fetch", "execute"]
+    assert world.calls == [*order, "delete", "untunnel", "unregister"]
     assert world.held == set()
 
 
@@ -396,6 +395,50 @@ def test_a_hook_that_raises_is_an_environment_error_that_names_it(hook: str) -> 
     assert f"Scored.{hook} raised KeyError" in result.error.message
     assert "raise error" in (result.error.detail or "")
     assert world.held == set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()], ids=["SystemExit", "KeyboardInterrupt"])
+def test_a_hook_cannot_end_the_worker(error: BaseException) -> None:
+    environment = Scored()
+    environment.score = raising(error)  # type: ignore[method-assign]
+    result = run(World(), attempt_of(), environment).result()
+
+    assert result.error is not None
+    assert (result.error.kind, len(result.trajectory)) == (ErrorKind.ENVIRONMENT, 2)
+
+
+@pytest.mark.parametrize("scored", [float("nan"), float("inf"), {"reward": 1.0, "x": float("nan")}])
+def test_a_score_that_json_cannot_hold_keeps_the_trajectory(scored: object) -> None:
+    class Odd(Environment):
+        async def score(self, rollout: Rollout) -> Any:
+            return scored
+
+    result = run(World(), attempt_of(), Odd()).result()
+    assert result.error is not None
+    assert "expected a finite number" in result.error.message
+    assert (result.error.kind, len(result.trajectory)) == (ErrorKind.ENVIRONMENT, 2)
+
+
+def test_an_earlier_attempts_registration_is_forgotten() -> None:
+    world = World()
+    rollout = attempt_of(rollout_id="r")
+    rollout.attempt = 3
+    assert (rollout.gateway_id, rollout.earlier_gateway_id) == ("r.3", "r.2")
+    run(world, rollout)
+    assert world.calls[:2] == ["register", "unregister"]
+
+
+def test_secrets_are_cut_out_of_everything_that_is_said() -> None:
+    world = World()
+    world.exit_code = 1
+    rollout = attempt_of()
+    rollout.secrets = {"TOKEN": "hush-hush"}
+    environment = Scored()
+    environment.score = raising(ValueError("hush-hush"))  # type: ignore[method-assign]
+    rollout.warnings.append("hush-hush")
+    result = run(world, rollout, environment).result()
+    assert "hush-hush" not in result.to_json().decode()
+    assert "[redacted TOKEN]" in result.warnings[0]
 
 
 def test_a_plain_hook_runs_in_a_thread_and_may_block() -> None:

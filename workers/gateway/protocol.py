@@ -6,7 +6,6 @@ same JSON, so either side works with the other's counterpart. Ours adds one head
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import Any, Protocol
@@ -89,6 +88,3 @@ class Gateway(Protocol):
     async def aclose(self) -> None:
         """Close pooled connections."""
         ...
-
-
-Chunks = AsyncIterator[bytes]

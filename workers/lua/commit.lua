@@ -1,6 +1,7 @@
 -- End a rollout in one step: store its result, mark it done, and announce it on its batch's stream. The first one wins.
 -- KEYS: 1 job record, 2 running set, 3 stream of the batch, 4 key of the result
--- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record, stream and result (s), 5 result
+-- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record, stream and result (s), 5 result,
+--       6 "owned" (by the worker that holds it) or "lapsed" (only when the lease lapsed)
 -- Returns 1 when this attempt is the one that ended it (also when it is told so twice), else 0.
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
 if record[2] ~= ARGV[2] then return 0 end
@@ -8,6 +9,11 @@ if record[1] == 'done' then return 1 end
 if record[1] ~= 'running' then return 0 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if ARGV[6] == 'lapsed' then
+  -- Its worker may have come back since it was found lapsed.
+  local lease = redis.call('ZSCORE', KEYS[2], ARGV[1])
+  if lease and tonumber(lease) > now then return 0 end
+end
 redis.call('SET', KEYS[4], ARGV[5], 'EX', ARGV[4])
 -- Celery's own clients wait for results on a channel of the key's name.
 redis.call('PUBLISH', KEYS[4], ARGV[5])

@@ -7,7 +7,6 @@ memory. Use it for agents that you would start in a terminal yourself.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import secrets
@@ -21,11 +20,12 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from producer.contract import Phase
+from workers.aio import uninterrupted
 from workers.errors import SandboxError
 from workers.reaper import SANDBOX_VARIABLE, Reaper, kill_each, remove_tree
 from workers.sandboxes import files
 from workers.sandboxes.base import BackgroundJob, CommandResult, Sandbox, SandboxProvider, SandboxSpec
-from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, finish, shell_line
+from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, shell_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,12 +78,12 @@ class LocalSandboxes(SandboxProvider):
         except BaseException:
             await self._delete_after_failure(sandbox)
             raise
-        await finish(sandbox.delete())
+        await uninterrupted(sandbox.delete(), timeout=None)
 
     async def aclose(self) -> None:
         """Delete what is left of all sandboxes, then the directory of this provider."""
         self._closed = True
-        await finish(self._aclose())
+        await uninterrupted(self._aclose(), timeout=None)
 
     async def _aclose(self) -> None:
         try:
@@ -97,7 +97,7 @@ class LocalSandboxes(SandboxProvider):
     async def _delete_after_failure(self, sandbox: LocalSandbox) -> None:
         """Delete ``sandbox``; a failure is logged only, for another error is on its way already."""
         try:
-            await finish(sandbox.delete())
+            await uninterrupted(sandbox.delete(), timeout=None)
         except SandboxError as error:
             logger.warning(
                 "Sandbox %s is not deleted: %s",
@@ -180,7 +180,6 @@ class LocalSandbox(Sandbox):
         self._output_limit = output_limit
         self._on_deleted = on_deleted
 
-        self._numbers = itertools.count(1)
         self._groups: set[ProcessGroup] = set()
         self._used = False
         self._busy: set[asyncio.Future[object]] = set()
@@ -290,7 +289,7 @@ class LocalSandbox(Sandbox):
         cwd = self.directory
         if working_dir:
             cwd = await self.in_thread(files.make_folder, self.directory, working_dir)
-        name = str(next(self._numbers))
+        name = secrets.token_hex(8)  # one that can be guessed could be a pipe already, which blocks whoever opens it
         group = await ProcessGroup.start(
             self._executor,
             shell_line(command, self._resources),

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from producer.contract import Resources
 from workers.reaper import carriers
 from workers.sandboxes.base import CommandResult
 
 Callback = Callable[[], None]
-T = TypeVar("T")
 GIGABYTE = 1024**3
+#: What is read where an agent put a link, a pipe or a folder in the place of its output.
+REPLACED = "[output file was replaced]"
 
 #: Sets the limits and becomes the user's shell, so that the process list shows the user's command and nothing else.
 #: POSIX counts ``ulimit -f`` in 512 bytes, shells count ``-d`` in 1,024. No limit is raised above an inherited one.
@@ -63,9 +65,15 @@ class OutputFiles:
 
 
 def read_ends(path: Path, limit: int) -> str:
-    """Return the text of ``path``, or its first and last ``limit // 2`` bytes with the cut marked."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    """Return the text of ``path``, or its first and last ``limit // 2`` bytes with the cut marked.
+
+    What is no ordinary file any more reads as `REPLACED`: a pipe would block the thread, a link show others' files.
+    """
+    descriptor = _open_ordinary(path)
+    if descriptor is None:
+        return REPLACED
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
         if size <= limit:
             return file.read(limit).decode(errors="replace")
         half = limit // 2
@@ -77,6 +85,20 @@ def read_ends(path: Path, limit: int) -> str:
     for _ in range(3):
         tail = tail[1:] if tail and tail[0] & 0xC0 == 0x80 else tail
     return f"{start}\n... [{size - 2 * half} bytes cut] ...\n{tail.decode(errors='replace')}"
+
+
+def _open_ordinary(path: Path) -> int | None:
+    """Return a descriptor of ``path`` for reading, or None for no ordinary file; never waits, follows no link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP}:  # a link; a socket, there and on macOS
+            return None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 class ProcessGroup:
@@ -208,17 +230,3 @@ class Census:
             await asyncio.wait([after])
         self._current, self._next = self._next, None
         return await asyncio.get_running_loop().run_in_executor(self._executor, carriers, self._variable)
-
-
-async def finish(work: Coroutine[object, object, T]) -> T:
-    """Await ``work`` to its end even when this task is cancelled meanwhile; the cancellation is raised afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled:
-        raise cancelled from task.exception()
-    return task.result()

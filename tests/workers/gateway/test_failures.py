@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import Response
 from support import free_port
@@ -176,7 +177,46 @@ def test_a_fault_of_the_gateways_own_is_json_too(gateway: Any, model: Any, monke
         raise RuntimeError("internal words")
 
     monkeypatch.setattr("workers.gateway.server.chat.close_turn", broken)
-    answer = gateway.chat(gateway.register())
+    rollout = gateway.register()
+    answer = gateway.chat(rollout)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "gateway_error"
     assert "internal words" not in answer.text
+    # On a connection of its own: uvicorn closes the one on which an application has failed.
+    recorded = httpx.get(f"{gateway.base_url}/v1/rollouts/{rollout}/trajectory").json()
+    assert recorded["failures"] == [{"status": 500, "message": answer.json()["detail"], "turns": 0}]
+
+
+def nested(levels: int) -> Any:
+    value: Any = "x"
+    for level in range(levels):
+        value = [value] if level % 2 else {"inner": value}
+    return value
+
+
+def test_a_request_that_is_nested_too_deep_is_refused_and_not_recorded(gateway: Any, model: Any) -> None:
+    rollout = gateway.register()
+    for content, status in ((nested(97), 200), (nested(98), 422), (nested(300), 422)):
+        answer = gateway.chat(rollout, messages=[{"role": "user", "content": content}])
+        assert answer.status_code == status
+    assert "nested at most 100" in answer.json()["error"]["message"]
+    recorded = gateway.trajectory(rollout)
+    assert (recorded["num_turns"], recorded["prompt"][0]["content"], len(model.requests)) == (1, nested(97), 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_nested_too_deep_is_malformed(gateway: Any, model: Any, stream: bool) -> None:
+    rollout = gateway.register()
+    deep = b'{"choices": [{"%s": {"role": "assistant", "blocks": %s}}]}'
+    body = deep % (b"delta" if stream else b"message", b"[" * 300 + b"]" * 300)
+    model.will((lambda _: model.events([b"data: " + body + b"\n\n"])) if stream else Response(body, 200))
+    assert b"upstream_malformed" in gateway.chat(rollout, stream=stream).content
+    recorded = gateway.trajectory(rollout)
+    assert (recorded["num_turns"], recorded["failures"][0]["status"]) == (0, 502)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_sequence_limit_that_is_not_positive_is_refused(gateway: Any, limit: int) -> None:
+    answer = gateway.post("/v1/rollouts/none/register", json={"model": "m", "max_seq_len": limit})
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "max_seq_len"]

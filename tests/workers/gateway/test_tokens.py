@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 
 from workers.gateway.server.tokens import TokenError, read_tokens
@@ -52,11 +53,34 @@ def test_llama_cpps_ids_are_real_and_the_prompts_stay_unknown(answer_of: Callabl
         ({"logprobs": {"content": [{"logprob": None}, {"logprob": 0.0}]}}, "no logprob"),
         ({"token_ids": None, "logprobs": {"content": [{"id": 1, "logprob": 0.0}, {"logprob": 0.0}]}}, "no token id"),
         ({"logprobs": {"content": [1, 2]}}, "not a list of objects"),
+        ({"logprobs": {"content": 5}}, "not a list of objects"),
+        ({"token_ids": 5}, "token_ids is not a list"),
+        ({"token_ids": "ab"}, "token_ids is not a list"),
     ],
 )
 def test_inconsistent_tokens_are_an_error(answer_of: Callable[..., Any], choice: dict[str, Any], reason: str) -> None:
     with pytest.raises(TokenError, match=reason):
         read_tokens(answer_of("ab", choice=choice))
+
+
+def test_prompt_ids_that_are_no_list_are_an_error(answer_of: Callable[..., Any]) -> None:
+    with pytest.raises(TokenError, match="prompt_token_ids is not a list"):
+        read_tokens(answer_of("ab", prompt_token_ids=5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_no_list_leave_the_call_a_success(
+    gateway: Any, model: Any, answer_of: Callable[..., Any], stream: bool
+) -> None:
+    rollout, chunk = gateway.register(), {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
+    broken = chunk | {"token_ids": 5, "logprobs": {"content": 5}}
+    events = [b"data: " + orjson.dumps({"choices": [entry]}) + b"\n\n" for entry in (chunk, broken)]
+    whole = answer_of("ab", choice={"token_ids": 5})
+    model.will((lambda _: model.events([*events, b"data: [DONE]\n\n"])) if stream else whole)
+    assert gateway.chat(rollout, stream=stream).status_code == 200
+    step = gateway.trajectory(rollout)["trajectory"][0]
+    assert step["tokens"] is None
+    assert "not a list" in step["extras"]["token_error"]
 
 
 def test_inconsistent_tokens_are_recorded_as_null_with_the_reason(

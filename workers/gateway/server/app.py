@@ -222,10 +222,14 @@ def _parse_registration(body: bytes) -> Registration:
             "model_attributes_type", [], "Input should be a valid dictionary or object to extract fields from", data
         )
     try:
-        return Registration.model_validate(data)
+        registration = Registration.model_validate(data)
     except ValidationError as error:
         detail = [entry | {"loc": ["body", *entry["loc"]]} for entry in error.errors(include_url=False)]
         raise GatewayRefusal(422, detail) from None
+    limit = registration.max_seq_len
+    if limit is not None and limit <= 0:
+        raise invalid("greater_than", ["max_seq_len"], "Input should be greater than 0", limit, ctx={"gt": 0})
+    return registration
 
 
 def _wait(request: Request) -> float | None:

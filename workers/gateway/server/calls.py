@@ -156,7 +156,7 @@ class StreamedCall(Response):
 
 def note_failure(rollout: RecordedRollout, error: UpstreamError) -> None:
     """Remember a call that the upstream failed, and log it."""
-    rollout.record_failure(error)
+    rollout.record_failure(error.status_code, error.message)
     logger.warning("model call of rollout %s failed: %s", rollout.id, error.message, extra={"rollout_id": rollout.id})
 
 

@@ -20,6 +20,7 @@ import orjson
 
 from workers.gateway.protocol import Registration
 from workers.gateway.server.errors import GatewayRefusal, UpstreamError, invalid
+from workers.gateway.server.nesting import MAX_NESTING, is_too_deep
 from workers.gateway.server.recorder import Message, RecordedRollout, Turn
 from workers.gateway.server.tokens import TokenError, read_tokens
 
@@ -68,17 +69,23 @@ def parse_json(body: bytes) -> Any:
     if not body:
         raise invalid("missing", [], "Field required", None)
     try:
-        return orjson.loads(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        position, reason = error.pos, error.msg
+        raise _unreadable(body, error) from None
+    if is_too_deep(value):
+        raise invalid("nesting_limit", [], f"Input should be nested at most {MAX_NESTING} levels deep", None)
+    return value
+
+
+def _unreadable(body: bytes, error: orjson.JSONDecodeError) -> GatewayRefusal:
+    position, reason = error.pos, error.msg
     try:  # the followed gateway's words for the same fault
         json.loads(body)
-    except json.JSONDecodeError as error:
-        position, reason = error.pos, error.msg
+    except json.JSONDecodeError as followed:
+        position, reason = followed.pos, followed.msg
     except (RecursionError, UnicodeDecodeError):
         pass
-    refusal = invalid("json_invalid", [position], "JSON decode error", {}, ctx={"error": reason})
-    raise refusal
+    return invalid("json_invalid", [position], "JSON decode error", {}, ctx={"error": reason})
 
 
 def parse_request(body: bytes) -> ChatRequest:
@@ -150,6 +157,8 @@ def check_completion(completion: Any) -> None:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise malformed("its tool_calls are not a list of objects")
+    if is_too_deep(message):
+        raise malformed(f"its message is nested more than {MAX_NESTING} levels deep")
 
 
 def close_turn(turn: Turn, completion: dict[str, Any], *, partial: bool = False) -> Turn:

@@ -105,8 +105,13 @@ async def answer_disconnect(request: Request, error: Exception) -> Response:
 
 async def answer_fault(request: Request, error: Exception) -> Response:
     """Answer a fault of the gateway's own; Starlette raises it again, so the server logs it with its traceback."""
-    message = f"The rollout gateway failed by a fault of its own ({type(error).__name__}); its log has the traceback."
+    message = fault_message(error)
     return json_response({"error": {"message": message, "type": "gateway_error", "code": 500}, "detail": message}, 500)
+
+
+def fault_message(error: Exception) -> str:
+    """Return what is told of a fault of the gateway's own: not its words, which may hold a secret."""
+    return f"The rollout gateway failed by a fault of its own ({type(error).__name__}); its log has the traceback."
 
 
 def _sentence(entry: dict[str, Any]) -> str:

@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import hmac
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from workers.gateway.protocol import Registration, RolloutStatus
-from workers.gateway.server.errors import FINAL, GatewayRefusal, UpstreamError, not_found
+from workers.gateway.server.errors import FINAL, GatewayRefusal, fault_message, not_found
 from workers.gateway.server.tokens import Tokens
 
 Message = dict[str, Any]
@@ -97,7 +97,8 @@ class RecordedRollout:
             self._refuse_if_over()  # again: it may have ended while this call waited for its predecessor
             try:
                 async with asyncio.timeout(None) as self._abort:
-                    yield
+                    with self._counted_faults():
+                        yield
             except TimeoutError:
                 if not self._forgotten:
                     raise
@@ -122,10 +123,10 @@ class RecordedRollout:
         """Add an answered call."""
         self.turns.append(turn)
 
-    def record_failure(self, error: UpstreamError) -> None:
-        """Remember a call that the upstream failed; it is no turn."""
+    def record_failure(self, status_code: int, message: str) -> None:
+        """Remember a call that the upstream, or the gateway itself, failed; it is no turn."""
         self.failed_calls += 1
-        self.failures.append({"status": error.status_code, "message": error.message, "turns": len(self.turns)})
+        self.failures.append({"status": status_code, "message": message, "turns": len(self.turns)})
 
     def cancel(self) -> None:
         """Refuse further calls; one in flight ends as usual and is recorded."""
@@ -162,6 +163,16 @@ class RecordedRollout:
             "failed_calls": self.failed_calls,
             "in_flight": self._abort is not None,
         }
+
+    @contextmanager
+    def _counted_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except GatewayRefusal:
+            raise
+        except Exception as error:
+            self.record_failure(500, fault_message(error))
+            raise
 
     def _refuse_if_over(self) -> None:
         if self._forgotten:

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from workers.gateway.server.app import MAX_BODY_BYTES, create_app
 from workers.gateway.server.upstream import base_url
+from workers.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ def run_gateway(settings: GatewaySettings) -> None:
         ask_tokens=settings.ask_tokens,
     )
     with listen(settings.host, settings.port) as listener:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each model call
+        configure_logging()
         logger.info("%s", _startup_line(settings, listener))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its own orderly shutdown
             uvicorn.Server(server_config(app, settings.shutdown_grace)).run(sockets=[listener])
@@ -89,8 +90,8 @@ def check_exposure(settings: GatewaySettings) -> None:
         return
     raise ValueError(
         f"refusing to listen on {settings.host} without a control key: anyone who reaches this address could read and "
-        "end rollouts. Set ROLLOUTS_GATEWAY_CONTROL_KEY (the same for the workers), or listen on 127.0.0.1, or pass "
-        "insecure if the network itself keeps others out"
+        "end rollouts. Set ROLLOUTS_GATEWAY_CONTROL_KEY (the same for the workers), or listen on 127.0.0.1, or set "
+        "ROLLOUTS_GATEWAY_INSECURE=true if the network itself keeps others out"
     )
 
 

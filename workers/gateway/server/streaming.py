@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from workers.gateway.server.nesting import MAX_NESTING, is_too_deep
+
 #: A blank line ends an event; lines may end in LF, CRLF or CR (WHATWG HTML, server-sent events).
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 DONE = b"[DONE]"
@@ -61,8 +63,8 @@ class CompletionAssembler:
         self._text: dict[str, list[str]] = {}
         self._message: dict[str, Any] = {}
         self._calls: dict[int, dict[str, Any]] = {}
-        self._token_ids: list[Any] | None = None
-        self._logprobs: list[Any] | None = None
+        self._token_ids: Any = None
+        self._logprobs: Any = None
         self._indices: set[Any] = set()
 
     def feed(self, data: bytes) -> bool:
@@ -122,15 +124,16 @@ class CompletionAssembler:
         self._add_delta(choice.get("delta") or {})
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if (ids := choice.get("token_ids")) is not None:
-            self._token_ids = self._token_ids or []
-            self._token_ids.extend(ids)
-        if (entries := (choice.get("logprobs") or {}).get("content")) is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs.extend(entries)
+            self._token_ids = _joined(self._token_ids, ids)
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and (entries := logprobs.get("content")) is not None:
+            self._logprobs = _joined(self._logprobs, entries)
         own = {"delta", "finish_reason", "token_ids", "logprobs", "index"}
         self._choice |= {name: value for name, value in choice.items() if name not in own and value is not None}
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
+        if is_too_deep(delta):
+            raise ValueError(f"a chunk is nested more than {MAX_NESTING} levels deep")
         for name, value in delta.items():
             if value is None:
                 continue
@@ -161,6 +164,14 @@ class CompletionAssembler:
         last = max(self._calls, default=-1)
         is_new = last < 0 or (part.get("id") and part["id"] != self._calls[last].get("id"))
         return last + 1 if is_new else last
+
+
+def _joined(known: Any, part: Any) -> Any:
+    """Return ``known`` with ``part`` added; what is no list is kept as it is, for `read_tokens` to refuse."""
+    if isinstance(known, list) and isinstance(part, list):
+        known.extend(part)
+        return known
+    return part if known is None or isinstance(known, list) else known
 
 
 def _error_text(error: Any) -> str:

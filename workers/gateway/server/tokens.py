@@ -61,7 +61,7 @@ def read_tokens(completion: dict[str, Any]) -> Tokens | None:
     """
     choice = completion["choices"][0]
     entries = _logprob_entries(choice)
-    ids = choice.get("token_ids")
+    ids = _list_of("token_ids", choice.get("token_ids"))
     if ids is None:
         ids = [entry.get("id") for entry in entries or ()]
         if not ids or all(value is None for value in ids):
@@ -73,7 +73,8 @@ def read_tokens(completion: dict[str, Any]) -> Tokens | None:
     if len(ids) != len(entries):
         raise TokenError(f"{len(ids)} token ids, but {len(entries)} logprobs")
 
-    prompt_ids = _first_not_none(completion.get("prompt_token_ids"), choice.get("prompt_token_ids"))
+    found = _first_not_none(completion.get("prompt_token_ids"), choice.get("prompt_token_ids"))
+    prompt_ids = _list_of("prompt_token_ids", found)
     usage = completion.get("usage")
     counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return Tokens(
@@ -93,6 +94,12 @@ def _logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TokenError("logprobs.content is not a list of objects")
     return entries
+
+
+def _list_of(name: str, value: Any) -> list[Any] | None:
+    if value is not None and not isinstance(value, list):
+        raise TokenError(f"{name} is not a list")
+    return value
 
 
 def _ids(name: str, values: Any) -> array[int]:
