@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,16 +14,24 @@ T = TypeVar("T")
 _clocks: ContextVar[tuple[asyncio.Timeout, ...]] = ContextVar("clocks", default=())
 
 
-@asynccontextmanager
-async def deadline(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+class deadline:  # noqa: N801 - used as a function is, like `asyncio.timeout`
     """Bound what happens inside, as `asyncio.timeout` does, with a clock that `off_the_clock` can stop."""
-    scope = asyncio.timeout(seconds)
-    token = _clocks.set((*_clocks.get(), scope))
-    try:
-        async with scope:
-            yield scope
-    finally:
-        _clocks.reset(token)
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._scope = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        await self._scope.__aenter__()
+        self._token = _clocks.set((*_clocks.get(), self._scope))
+        return self._scope
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _clocks.reset(self._token)
+        await self._scope.__aexit__(kind, error, trace)
 
 
 @asynccontextmanager

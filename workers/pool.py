@@ -83,7 +83,7 @@ class AsyncioPool(BasePool):
     body_can_be_buffer = True
 
     #: Threads on which tracers store results and ordinary tasks run.
-    tracer_threads = 8
+    tracer_threads = 4
     #: Seconds that coroutines have for their clean-up in a cold shutdown.
     shutdown_grace = 60.0
     #: Seconds after which a thread that computes lets another one compute.

@@ -53,28 +53,28 @@ class RolloutBackend(RedisBackend):
             super()._store_result(task_id, result, state, traceback=traceback, request=request, **options)
         elif state in {states.SUCCESS, states.FAILURE}:
             # A failure is a fault of ours: the producer makes a typed result of it.
-            if isinstance(result, RolloutResult):
-                result = self._storable(result)
             outcome = result.stop_condition if isinstance(result, RolloutResult) else StopCondition.HAS_ERROR
-            records.commit(task_id, outcome, self.encoded(task_id, result, state, traceback, request))
-        return result
-
-    def _storable(self, result: RolloutResult) -> RolloutResult:
-        """Return ``result``, or what can be stored of it when a hook put something into it that is not JSON."""
-        try:
-            broker.encode_result(result)
-        except Exception as error:  # noqa: BLE001 - pydantic, orjson and whatever object it was
-            message = f"the result cannot be written as JSON: {type(error).__name__}: {error}"
-            kept = {"rollout_id", "batch_id", "example_id", "group_id", "sample_index", "policy_version", "model"}
-            kept |= {"environment", "attempt", "worker", "agent_exit_code", "agent_completed", "agent_timed_out"}
-            return RolloutResult(
-                stop_condition=StopCondition.HAS_ERROR,
-                error=ErrorInfo(kind=ErrorKind.ENVIRONMENT, message=message.encode("utf-8", "replace").decode()),
-                **{name: getattr(result, name) for name in kept},
-            )
+            try:
+                encoded = self.encoded(task_id, result, state, traceback, request)
+            except Exception as error:  # noqa: BLE001 - pydantic, orjson, or the object that a hook put into the result
+                outcome, result = StopCondition.HAS_ERROR, _storable_part(result, error)
+                encoded = self.encoded(task_id, result, state, traceback, request)
+            records.commit(task_id, outcome, encoded)
         return result
 
     def encoded(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None) -> bytes:
         """Return what Celery keeps for a task, as the bytes under its key."""
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         return bytes(self.encode(meta | {"task_id": task_id}))
+
+
+def _storable_part(result: RolloutResult, error: Exception) -> RolloutResult:
+    """Return what can be stored of a result into which a hook put something that is not JSON."""
+    message = f"the result cannot be written as JSON: {type(error).__name__}: {error}"
+    kept = ["rollout_id", "batch_id", "example_id", "group_id", "sample_index", "policy_version", "model"]
+    kept += ["environment", "attempt", "worker", "agent_exit_code", "agent_completed", "agent_timed_out"]
+    return RolloutResult(
+        stop_condition=StopCondition.HAS_ERROR,
+        error=ErrorInfo(kind=ErrorKind.ENVIRONMENT, message=message.encode("utf-8", "replace").decode()),
+        **{name: getattr(result, name) for name in kept},
+    )

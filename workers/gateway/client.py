@@ -186,23 +186,23 @@ class HttpGateway:
         headers: dict[str, str] | None = None,
         **request: Any,
     ) -> bytes:
+        await self._take_slot()
         try:
-            async with self._slot():
-                response = await self._client.request(method, url, headers=self._headers | (headers or {}), **request)
+            response = await self._client.request(method, url, headers=self._headers | (headers or {}), **request)
         except httpx.HTTPError as error:
             self._raise_unanswered(url, error)
+        finally:
+            self._slots.release()
         if response.is_success or (missing_ok and response.status_code == 404):
             return response.content
         raise _refused(url, response)
 
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        async with off_the_clock():
+    async def _take_slot(self) -> None:
+        if self._slots.locked():
+            async with off_the_clock():
+                await self._slots.acquire()
+        else:
             await self._slots.acquire()
-        try:
-            yield
-        finally:
-            self._slots.release()
 
     def _raise_unanswered(self, url: str, error: httpx.HTTPError) -> NoReturn:
         detail = _head(f"{type(error).__name__}: {error}")
