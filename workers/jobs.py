@@ -250,19 +250,26 @@ class JobStore:
                 if score is None:  # a duplicate or not one of ours: the next free worker drops it
                     continue
                 limit = score
-            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000)
+            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000, judged_by=upcoming or b"")
         return resent
 
-    def _wake_up_to(self, key: str, low: float, high: float, limit: int = 1000) -> int:
-        woken = 0
-        for rollout_id in (i.decode() for i in self.client.zrangebyscore(key, low, high, start=0, num=limit)):
-            priority = self.client.hget(broker.job_key(rollout_id), "priority")
+    def _wake_up_to(self, key: str, low: float, high: float, judged_by: bytes | None = None) -> int:
+        ids = [i.decode() for i in self.client.zrangebyscore(key, low, high, start=0, num=_CHUNK)]
+        pipe = self.client.pipeline(transaction=False)
+        for rollout_id in ids:
+            pipe.hget(broker.job_key(rollout_id), "priority")
+        by_step: dict[int, list[Any]] = {}
+        for rollout_id, priority in zip(ids, pipe.execute(), strict=True):
             if priority is None:  # the record expired: nothing is left to run
                 self.client.zrem(key, rollout_id)
                 continue
-            keys = [key, broker.PENDING, broker.queue_key(int(priority))]
-            args = [rollout_id, self._message(rollout_id, int(priority)), high, broker.pending_base(int(priority))]
-            woken += int(self._wake(keys=keys, args=args))
+            step = broker.step_of(int(priority))
+            by_step.setdefault(step, []).extend((rollout_id, self._message(rollout_id, step)))
+        woken = 0
+        judged = ("any", b"") if judged_by is None else ("next", judged_by)
+        for step, pairs in by_step.items():
+            keys = [key, broker.PENDING, broker.queue_key(step)]
+            woken += int(self._wake(keys=keys, args=[high, broker.pending_base(step), *judged, *pairs]))
         return woken
 
     def request_of(self, rollout_id: str) -> bytes:

@@ -229,6 +229,32 @@ def test_what_was_put_to_the_front_is_not_taken_for_lost_and_hides_nothing(store
     assert store.resend_missing(age=1) == 0
 
 
+def test_what_comes_back_while_the_queue_is_looked_at_is_not_sent_twice(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = claimed(store, rollout_id="r1")
+    looked_at = store.client.lindex
+
+    def then_handed_back(key: str, index: int) -> bytes | None:
+        found: bytes | None = looked_at(key, index)
+        if key == broker.queue_key(3):
+            store.release(request("r1"), claim.attempt, why="drained", front=True)
+        return found
+
+    monkeypatch.setattr(store.client, "lindex", then_handed_back)
+    assert store.resend_missing(age=1) == 0
+    assert store.client.llen(broker.queue_key(3)) == 1
+
+
+def test_all_messages_of_an_emptied_queue_are_sent_again(store: JobStore) -> None:
+    for n in range(4):
+        waiting(store, f"r{n}")
+    store.client.delete(broker.queue_key(3))
+    store.client.zadd(broker.PENDING, {f"r{n}": broker.pending_base(3) + n for n in range(4)})
+    assert store.resend_missing(age=1) == 4
+    assert store.client.llen(broker.queue_key(3)) == 4
+
+
 # -- the sweep ---------------------------------------------------------------------------------------------------------
 
 
