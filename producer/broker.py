@@ -76,6 +76,11 @@ def worker_key(worker: str) -> str:
     return f"{_PREFIX}worker:{worker}"
 
 
+def throttle_key(name: str) -> str:
+    """Key of the fleet's token bucket for ``name``, a hash with an expiry."""
+    return f"{_PREFIX}throttle:{name}"
+
+
 def result_key(rollout_id: str) -> str:
     """Key under which Celery's result backend keeps the result."""
     return f"celery-task-meta-{rollout_id}"

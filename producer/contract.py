@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from difflib import get_close_matches
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-import orjson
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from producer.validation import InvalidRequestError, dump, parse
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -35,11 +26,21 @@ Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 Message = dict[str, Any]
 Step = dict[str, Any]
-_Model = TypeVar("_Model", bound=BaseModel)
 
-
-class InvalidRequestError(ValueError):
-    """A request or a result does not fit the contract; the message names the field, what came and what to do."""
+__all__ = [
+    "SCHEMA_VERSION",
+    "Deadlines",
+    "ErrorInfo",
+    "ErrorKind",
+    "FailedAttempt",
+    "InvalidRequestError",
+    "Phase",
+    "Resources",
+    "RolloutRequest",
+    "RolloutResult",
+    "StopCondition",
+    "Timing",
+]
 
 
 class StopCondition(StrEnum):
@@ -112,6 +113,13 @@ class Resources(_Frozen):
     memory_gb: Annotated[float, Field(gt=0, le=4096)] = 2.0
     disk_gb: Annotated[float, Field(gt=0, le=65536)] = 5.0
     gpu_count: Annotated[int, Field(ge=0, le=64)] = 0
+    gpu_type: str | None = None
+
+    @model_validator(mode="after")
+    def _gpus_have_a_type(self) -> Self:
+        if (self.gpu_count > 0) is not (self.gpu_type is not None):
+            raise ValueError("gpu_count and gpu_type go together: name the type, such as H100_80GB, or ask for no GPU")
+        return self
 
 
 class ErrorInfo(_Frozen):
@@ -130,6 +138,21 @@ class ErrorInfo(_Frozen):
     def __str__(self) -> str:
         where = f" in phase {self.phase}" if self.phase else ""
         return f"{self.kind} error{where}: {self.message}"
+
+
+class FailedAttempt(_Frozen):
+    """An attempt after which the rollout ran again: what failed, and the turns that it had made by then.
+
+    ``counted`` is False for a hand-over, which spends none of ``max_attempts``. ``turns`` is their number, also where
+    ``trajectory`` does not hold them: they were too many to keep, or the attempt's worker died.
+    """
+
+    attempt: int
+    worker: str | None = None
+    error: ErrorInfo
+    counted: bool = True
+    turns: int = 0
+    trajectory: list[Step] = Field(default_factory=list)
 
 
 class Timing(_Frozen):
@@ -160,6 +183,8 @@ GatewayUrl = Annotated[str, AfterValidator(_base_url)]
 class RolloutRequest(_Frozen):
     """One rollout to run: which agent, on which example, with which model, under which limits.
 
+    ``use_gateway`` False has the worker itself serve the agent's model calls, where the worker's settings decide if
+    it is None. ``team_id`` and ``advanced`` go to the sandbox platform as they are.
     Sources: the field names follow the rollout gateway mixin's state and the prime-rl gateway's registration body.
     Raises `InvalidRequestError` from `parse` for anything that does not fit.
     """
@@ -192,6 +217,7 @@ class RolloutRequest(_Frozen):
     max_turns: int = -1
     max_seq_len: Annotated[int, Field(gt=0)] | None = None
     gateway_url: GatewayUrl | None = None
+    use_gateway: bool | None = None
 
     # the sandbox
     image: str | None = None
@@ -200,6 +226,8 @@ class RolloutRequest(_Frozen):
     resources: Resources = Field(default_factory=Resources)
     env: dict[str, str] = Field(default_factory=dict)
     secret_env: tuple[str, ...] = ()
+    team_id: str | None = None
+    advanced: dict[str, Any] = Field(default_factory=dict)
 
     deadlines: Deadlines = Field(default_factory=Deadlines)
 
@@ -222,6 +250,12 @@ class RolloutRequest(_Frozen):
             raise ValueError(f"{', '.join(both)}: given in env and in secret_env; a secret is given by its name only")
         return self
 
+    @model_validator(mode="after")
+    def _one_gateway(self) -> Self:
+        if self.use_gateway is False and self.gateway_url:
+            raise ValueError("gateway_url is given, and use_gateway is false: a rollout uses a gateway or none")
+        return self
+
     @property
     def messages(self) -> list[Message]:
         """The prompt as a list of chat messages."""
@@ -236,13 +270,13 @@ class RolloutRequest(_Frozen):
         Raises:
             InvalidRequestError: one sentence per wrong field: its name, what came, what would be right.
         """
-        return _parse(cls, data, "request")
+        return parse(cls, data, "request", SCHEMA_VERSION)
 
     def to_json(self) -> bytes:
         """Return the request as JSON, without the fields that hold their default."""
         keep = {"schema_version": self.schema_version, "rollout_id": self.rollout_id}
         try:
-            data = _dump(self.model_dump(mode="json", exclude_defaults=True) | keep)
+            data = dump(self.model_dump(mode="json", exclude_defaults=True) | keep)
         except (TypeError, ValueError) as error:  # pydantic's and orjson's errors are among these
             raise InvalidRequestError(f"rollout {self.rollout_id}: cannot be written as JSON: {error}") from None
         if len(data) > self.MAX_BYTES:
@@ -286,6 +320,7 @@ class RolloutResult(_Frozen):
     reward: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    failed_attempts: tuple[FailedAttempt, ...] = ()
     attempt: int = 0
     worker: str | None = None
     durations: dict[str, float] = Field(default_factory=dict)
@@ -326,11 +361,11 @@ class RolloutResult(_Frozen):
     @classmethod
     def parse(cls, data: object) -> Self:
         """Validate ``data`` (a mapping, or JSON as str or bytes) into a result; raises `InvalidRequestError`."""
-        return _parse(cls, data, "result")
+        return parse(cls, data, "result", SCHEMA_VERSION)
 
     def to_json(self) -> bytes:
         """Return the whole result as one JSON object."""
-        return _dump(self.model_dump(mode="json"))
+        return dump(self.model_dump(mode="json"))
 
     def __repr__(self) -> str:
         """Return a short form: trajectories run to megabytes, and Celery logs and sends what a task returns."""
@@ -338,56 +373,3 @@ class RolloutResult(_Frozen):
         return f"<RolloutResult {shown}{f' error={self.error.kind}' if self.error else ''}>"
 
     __str__ = __repr__
-
-
-def _dump(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-
-
-def _parse(model: type[_Model], data: object, what: str) -> _Model:
-    if isinstance(data, str | bytes | bytearray):
-        try:
-            data = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequestError(f"the {what} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequestError(f"the {what} is {_kind(data)}; expected an object with fields")
-    version = data.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
-        raise InvalidRequestError(
-            f"schema_version: {_shown(version)} is not known here; this side speaks version {SCHEMA_VERSION}: "
-            "upgrade the older of producer and worker"
-        )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise InvalidRequestError("; ".join(_sentence(model, e) for e in error.errors(include_url=False))) from None
-    except RecursionError:
-        raise InvalidRequestError(f"the {what} is nested too deeply") from None
-
-
-def _sentence(model: type[BaseModel], error: Any) -> str:
-    """Turn one of pydantic's error entries into ``field: what is wrong (what came)``."""
-    field = ".".join(str(part) for part in error["loc"]) or "(whole)"
-    if error["type"] == "missing":
-        return f"{field}: missing; it is required"
-    if error["type"] == "extra_forbidden":
-        close = get_close_matches(str(error["loc"][-1]), list(model.model_fields), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"{field}: no such field{hint}"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"] or error["loc"][0] == "env":  # the whole request, or a variable's value: may be secret
-        return f"{field}: {message} (got {_kind(error['input'])})"
-    return f"{field}: {message} (got {_kind(error['input'])} {_shown(error['input'])})"
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
-
-
-def _shown(value: object, limit: int = 80) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "(nested too deeply)"
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -143,6 +143,8 @@ def _sandbox_spec(rollout: Rollout, environment: Environment, labels: tuple[str,
         labels=(*request.labels, *labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
         # It must outlive every phase in which it is used, and no worker's death.
         ttl=sum(map(deadlines.of, Phase)) + _START_TIMEOUT + _OUTPUT_TIMEOUT,
+        team_id=request.team_id,
+        advanced=request.advanced,
     )
 
 

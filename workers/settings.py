@@ -40,8 +40,34 @@ class WorkerSettings(BaseSettings):
         description="Names of this worker's variables that requests may pass on to agents, by commas.",
     )
 
-    sandbox_provider: str = Field(default="local", description="'local', or MODULE:FACTORY of another provider.")
-    tunnel_provider: str = Field(default="direct", description="'direct', or MODULE:FACTORY of another provider.")
+    use_gateway: bool = Field(
+        default=True,
+        description="False: this worker serves the agents' model calls itself, without a gateway beside it.",
+    )
+    model_url: str | None = Field(
+        default=None, description="Model server of rollouts without a gateway, such as http://host:8000/v1."
+    )
+    model_api_key: SecretStr | None = Field(default=None, description="Key that this model server wants.")
+
+    sandbox_provider: str = Field(default="local", description="'local', 'prime', or MODULE:FACTORY of another one.")
+    tunnel_provider: str = Field(default="direct", description="'direct', 'prime', or MODULE:FACTORY of another one.")
+    sandbox_concurrent_creates: int = Field(
+        default=50, gt=0, description="Sandboxes that one worker process has created at one time."
+    )
+    sandbox_creates_per_minute: float = Field(
+        default=600.0, gt=0, description="Sandboxes that the whole fleet has created in a minute."
+    )
+    tunnel_starts_per_minute: float = Field(
+        default=512.0,
+        gt=0,
+        description="Tunnels that the whole fleet starts in a minute; the platform's limit for a key.",
+    )
+    tunnel_check_interval: float = Field(
+        default=30.0, gt=0, description="Seconds between health checks of a worker's tunnels."
+    )
+    poll_interval: float = Field(
+        default=5.0, gt=0, description="Longest seconds between two looks at whether an agent has ended."
+    )
     sandbox_dir: Path | None = Field(
         default=None, description="Where local sandboxes live; a temporary folder if unset."
     )

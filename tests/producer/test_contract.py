@@ -113,3 +113,14 @@ def test_a_value_of_env_is_never_shown():
 
 def test_a_gateway_url_loses_its_v1():
     assert RolloutRequest.parse({"model": "m", "gateway_url": "http://g:1/v1/"}).gateway_url == "http://g:1"
+
+
+@pytest.mark.parametrize("resources", [{"gpu_count": 1}, {"gpu_type": "H100_80GB"}])
+def test_gpus_and_their_type_go_together(resources: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match="resources: gpu_count and gpu_type go together: name the type"):
+        RolloutRequest.parse({"model": "m", "resources": resources})
+
+
+def test_a_request_cannot_name_a_gateway_and_use_none() -> None:
+    with pytest.raises(InvalidRequestError, match="a rollout uses a gateway or none"):
+        RolloutRequest.parse({"model": "m", "gateway_url": "http://g:1", "use_gateway": False})

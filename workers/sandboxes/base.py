@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from producer.contract import Resources
 
@@ -22,6 +22,9 @@ class SandboxSpec:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     labels: tuple[str, ...] = ()
     ttl: float = 3600.0
+    #: For the platform alone: whose account it is, and options that only it knows.
+    team_id: str | None = None
+    advanced: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

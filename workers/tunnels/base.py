@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class TunnelLease(Protocol):
@@ -34,6 +34,17 @@ class TunnelProvider(Protocol):
 
     def lease(self, gateway_url: str) -> AbstractAsyncContextManager[TunnelLease]:
         """Hold the tunnel to ``gateway_url`` for one rollout, starting it on first use."""
+        ...
+
+    async def check(self) -> None:
+        """Do one round of health checks: restart what died, replace what is gone. Raises nothing of its own."""
+        ...
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return how each tunnel is.
+
+        Each is ``{gateway_url, tunnel_id, url, alive, generation, restarts, rollouts, last_error}``.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from workers.tunnels.base import TunnelLease, TunnelProvider
@@ -31,6 +32,13 @@ class DirectTunnels(TunnelProvider):
     async def lease(self, gateway_url: str) -> AsyncIterator[TunnelLease]:
         """Yield a lease whose ``url`` is ``gateway_url`` without a trailing slash and ``local_addr`` its host."""
         yield DirectLease(url=gateway_url.rstrip("/"), local_addr=urlsplit(gateway_url).hostname or "")
+
+    async def check(self) -> None:
+        """Do nothing: there is nothing that could be ill."""
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return nothing: there are no tunnels."""
+        return []
 
     async def aclose(self) -> None:
         """Do nothing: there is nothing to close."""
