@@ -27,8 +27,10 @@ from pydantic import BaseModel
 # queues and tasks
 QUEUE = "rollouts"
 MAINTENANCE_QUEUE = "rollouts.maintenance"
+HEALTH_QUEUE = "rollouts.health"  #: a fanout: every worker process is sent each of its messages
 RUN_ROLLOUT = "rollouts.run"
 SWEEP = "rollouts.sweep"
+CHECK_TUNNELS = "rollouts.check_tunnels"
 
 #: kombu's Redis transport keeps one list per priority step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)

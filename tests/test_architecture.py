@@ -25,8 +25,15 @@ FORBIDDEN = {
 }
 
 #: The flow sees protocols, never a provider.
-PROVIDERS = {"workers.gateway.client", "workers.gateway.server", "workers.sandboxes.local", "workers.tunnels.direct"}
-MAY_IMPORT_PROVIDERS = {"workers/fleet.py", "workers/registry.py", "workers/cli.py", "workers/local.py"}
+PROVIDERS = {
+    *("workers.gateway.client", "workers.gateway.server", "workers.interception"),
+    *("workers.sandboxes.local", "workers.sandboxes.prime"),
+    *("workers.tunnels.direct", "workers.tunnels.pool", "workers.tunnels.prime"),
+}
+MAY_IMPORT_PROVIDERS = {
+    *("workers/registry.py", "workers/systems.py", "workers/interception.py"),
+    *("workers/cli.py", "workers/local.py", "workers/doctor.py"),
+}
 
 
 def imports(path: Path) -> set[str]:

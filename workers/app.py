@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery import Celery, signals
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 import workers.pool  # noqa: F401  # a dotted pool path must be importable before Celery looks for it
 from producer import broker
@@ -21,9 +23,20 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     """Build the Celery app of workers and beat from ``settings``, by default from the environment."""
     settings = settings or WorkerSettings()
     app = Celery("rollouts")
+    health = Exchange(broker.HEALTH_QUEUE, type="fanout")
     app.config_from_object(
         broker.celery_config(settings.redis_url)
         | {
+            "task_queues": [
+                Queue(broker.QUEUE),
+                Queue(broker.MAINTENANCE_QUEUE),
+                Broadcast(broker.HEALTH_QUEUE, exchange=health),
+            ],
+            # Only the queue: a route that names the exchange too loses the message, as its routing key is then empty.
+            "task_routes": {
+                broker.SWEEP: {"queue": broker.MAINTENANCE_QUEUE},
+                broker.CHECK_TUNNELS: {"queue": broker.HEALTH_QUEUE},
+            },
             "broker_transport": transport.NAME,
             "result_backend": results.PREFIX + settings.redis_url,
             "worker_pool": "workers.pool:AsyncioPool",
@@ -35,12 +48,22 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
                     # Every worker sweeps as well, so a late one is worth nothing.
                     "options": {"queue": broker.MAINTENANCE_QUEUE, "expires": settings.lease_ttl},
                 },
+                "check-tunnels": {
+                    "task": broker.CHECK_TUNNELS,
+                    "schedule": settings.tunnel_check_interval,
+                    # Declared by the sender too: kombu drops what is published to a fanout that nobody declared.
+                    "options": {
+                        "queue": broker.HEALTH_QUEUE,
+                        "declare": [health],
+                        "expires": settings.tunnel_check_interval,
+                    },
+                },
             },
         }
     )
     fleet = Fleet(settings, app, os.environ if environ is None else environ)
     app.pool_lifespan = fleet.lifespan
-    app.rollout_records = fleet
+    app.rollout_fleet = fleet
     register_tasks(app, fleet)
     signals.setup_logging.connect(_own_logging)
     return app

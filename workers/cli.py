@@ -32,7 +32,8 @@ def worker(
 
     celery_app = _configured(create_app)
     arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
-    arguments += ["--queues", f"{broker.QUEUE},{broker.MAINTENANCE_QUEUE}", "--without-gossip", "--without-mingle"]
+    queues = ",".join((broker.QUEUE, broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE))
+    arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--task-events"] if events else []
     celery_app.worker_main(arguments)
@@ -60,6 +61,7 @@ def up(
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at one time in each.")] = 100,
     upstream: Annotated[str | None, typer.Option(metavar="URL", help="Your model server; else a stand-in.")] = None,
     llm: Annotated[bool, typer.Option("--llm", help="A small real model on the CPU (extra `llm`).")] = False,
+    gateway: Annotated[bool, typer.Option(help="A gateway, or have each worker serve model calls itself.")] = True,
     redis_url: Annotated[str | None, typer.Option(metavar="URL", help="Your Redis; else one of its own.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the logs of all parts there.")] = None,
 ) -> None:
@@ -67,7 +69,13 @@ def up(
     from workers.local import LocalStack, StackOptions
 
     options = StackOptions(
-        workers=workers, concurrency=concurrency, upstream=upstream, llm=llm, redis_url=redis_url, log_dir=log_dir
+        workers=workers,
+        concurrency=concurrency,
+        upstream=upstream,
+        llm=llm,
+        gateway=gateway,
+        redis_url=redis_url,
+        log_dir=log_dir,
     )
     with _stack_problems_end_it(), LocalStack(options, on_progress=_tell) as stack:
         typer.echo(
@@ -76,7 +84,7 @@ def up(
             f"  rollouts status\n"
             f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model} --run-command 'python3 AGENT.py'\n\n"
             f"To add a worker, also:\n\n"
-            f"  export ROLLOUTS_GATEWAY_URL={stack.gateway_url} ROLLOUTS_GATEWAY_CONTROL_KEY={stack.control_key}\n"
+            f"  export {' '.join(f'{name}={value}' for name, value in stack.worker_variables().items())}\n"
             f"  rollouts worker --name another\n"
         )
         asyncio.run(stack.watch())

@@ -18,7 +18,8 @@ import redis
 from celery import Celery
 
 from producer import broker
-from producer.contract import RolloutRequest, StopCondition
+from producer.contract import FailedAttempt, RolloutRequest, StopCondition
+from workers.history import HandBack, history_line, packed, parsed, with_turns
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ class Lapsed:
     worker: str
     batch_id: str
     priority: int
-    history: str
 
 
 class Renewal(StrEnum):
@@ -157,75 +157,45 @@ class JobStore:
         keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, broker.job_key(rollout_id)]
         self._cancel(keys=keys, args=[self._record_ttl, broker.EVENTS_KEPT, broker.stream_key(""), rollout_id])
 
-    def release(
-        self,
-        request: RolloutRequest,
-        attempt: int,
-        *,
-        why: str,
-        counts: bool = True,
-        delay: float = 0.0,
-        front: bool = False,
-    ) -> Requeue:
-        """Give back a rollout that this worker holds, to run again after ``delay`` seconds.
+    def release(self, request: RolloutRequest, attempt: int, worker: str, how: HandBack) -> Requeue:
+        """Give back a rollout that ``worker`` holds, to run again."""
+        return self._give_back(request.rollout_id, attempt, worker, request.priority, how, "owned")
 
-        ``counts`` is False for a hand-over, which spends no attempt; ``front`` puts it before what already waits.
-        """
-        return self._give_back(
-            request.rollout_id,
-            attempt,
-            request.priority,
-            "owned",
-            why,
-            counts=counts,
-            delay=delay,
-            front=front,
-        )
-
-    def requeue_lapsed(self, lapsed: Lapsed, why: str) -> Requeue:
-        """Send a rollout whose lease lapsed to the next worker; it goes to the front: it has waited already."""
-        return self._give_back(lapsed.rollout_id, lapsed.attempt, lapsed.priority, "lapsed", why, front=True)
+    def requeue_lapsed(self, lapsed: Lapsed, how: HandBack) -> Requeue:
+        """Send a rollout whose lease lapsed to the next worker."""
+        return self._give_back(lapsed.rollout_id, lapsed.attempt, lapsed.worker, lapsed.priority, how, "lapsed")
 
     def _give_back(
-        self,
-        rollout_id: str,
-        attempt: int,
-        priority: int,
-        mode: str,
-        why: str,
-        *,
-        counts: bool = True,
-        delay: float = 0.0,
-        front: bool = False,
+        self, rollout_id: str, attempt: int, worker: str, priority: int, how: HandBack, mode: str
     ) -> Requeue:
         queue = broker.queue_key(priority)
         keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue]
-        line = f"attempt {attempt}: {why}"
-        args: list[Any] = [
-            rollout_id,
-            attempt,
-            mode,
-            int(counts),
-            int(delay * 1000),
-            int(front),
-            self._message(rollout_id, priority),
-        ]
-        return Requeue(self._requeue(keys=keys, args=[*args, line, broker.pending_base(priority)]).decode())
+        args: list[Any] = [rollout_id, attempt, mode, int(how.counts), int(how.delay * 1000), int(how.front)]
+        args += [self._message(rollout_id, priority), history_line(attempt, worker, how)]
+        args += [broker.pending_base(priority), packed(how.turns)]
+        return Requeue(self._requeue(keys=keys, args=args).decode())
+
+    def failed_attempts(self, rollout_id: str) -> list[FailedAttempt]:
+        """Return what the record keeps of the attempts that were given back, the first first."""
+        key = broker.job_key(rollout_id)
+        attempts = parsed(self.client.hget(key, "history") or b"")
+        turns = self.client.hmget(key, [f"turns:{attempt.attempt}" for attempt in attempts]) if attempts else []
+        return [with_turns(attempt, found) for attempt, found in zip(attempts, turns, strict=True)]
 
     def lapsed(self, limit: int = 1000) -> list[Lapsed]:
         """Return running rollouts whose lease has lapsed, the longest first."""
         ids = [i.decode() for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)]
         pipe = self.client.pipeline(transaction=False)
         for rollout_id in ids:
-            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority", "history")
+            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority")
         found = []
         for rollout_id, record in zip(ids, pipe.execute(), strict=True):
             if not (record[0] or b"").isdigit():  # the record expired, or is not one of ours: nothing is left to run
                 logger.error("%s has no record that can be read; it is taken off the list of what runs", rollout_id)
                 self.client.zrem(broker.RUNNING, rollout_id)
                 continue
-            attempt, worker, batch, priority, history = ((value or b"").decode() for value in record)
-            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority or 0), history))
+            attempt, worker, batch, priority = ((value or b"").decode() for value in record)
+            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority or 0)))
         return found
 
     def wake_delayed(self) -> int:

@@ -60,9 +60,10 @@ class StackOptions:
 
     ``redis_url`` is used instead of starting a server; if unset, ``ROLLOUTS_REDIS_URL`` and ``REDIS_URL`` are looked
     at. ``upstream`` is the user's model server, ``llm`` the small real model, neither the stand-in, which answers after
-    ``model_latency`` seconds. ``environments`` (name to ``module:Class``) are added to the demo's. ``settings`` are
-    further variables for the children. ``log_dir`` is kept; without it, logs go with the stack. ``grace`` is how many
-    seconds workers have to finish what runs when the stack ends.
+    ``model_latency`` seconds. Without ``gateway``, the workers serve the agents' model calls themselves.
+    ``environments`` (name to ``module:Class``) are added to the demo's. ``settings`` are further variables for the
+    children. ``log_dir`` is kept; without it, logs go with the stack. ``grace`` is how many seconds workers have to
+    finish what runs when the stack ends.
     """
 
     workers: int = 1
@@ -71,6 +72,7 @@ class StackOptions:
     upstream: str | None = None
     llm: bool = False
     model_latency: float = 0.0
+    gateway: bool = True
     environments: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict, repr=False)
     log_dir: Path | None = None
@@ -118,7 +120,8 @@ class LocalStack:
         self._log_dir = self.options.log_dir or self.directory / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._start_model()
-        self._start_gateway()
+        if self.options.gateway:
+            self._start_gateway()
         self._start_redis()
         # A worker that finds no Redis waits for seconds before it looks again.
         self._wait_until_ready([child for child in self._children if child.name == "redis"])
@@ -233,17 +236,24 @@ class LocalStack:
         command = [*PYTHON, "celery", "-A", "workers", "beat", "--pidfile=", "--schedule", str(schedule)]
         self._spawn("beat", command, self._celery_variables(), lambda: any(self.directory.glob("beat-schedule*")))
 
+    def worker_variables(self) -> dict[str, str]:
+        """Return the variables with which another worker joins this fleet; their values are secrets."""
+        return {"ROLLOUTS_REDIS_URL": self.redis_url, **self._gateway_variables()}
+
     def _celery_variables(self) -> dict[str, str]:
         environments = {ENVIRONMENT_NAME: ENVIRONMENT_TARGET, **self.options.environments}
         listed = ",".join(f"{name}={target}" for name, target in environments.items())
         inherited = os.environ.get("ROLLOUTS_ENVIRONMENTS")
-        return {
-            "ROLLOUTS_REDIS_URL": self.redis_url,
-            "ROLLOUTS_GATEWAY_URL": self.gateway_url,
-            "ROLLOUTS_GATEWAY_CONTROL_KEY": self.control_key,
+        return self.worker_variables() | {
             "ROLLOUTS_ENVIRONMENTS": f"{inherited},{listed}" if inherited else listed,
             "ROLLOUTS_SANDBOX_DIR": str(self.directory / "sandboxes"),
         }
+
+    def _gateway_variables(self) -> dict[str, str]:
+        if self.options.gateway:
+            return {"ROLLOUTS_GATEWAY_URL": self.gateway_url, "ROLLOUTS_GATEWAY_CONTROL_KEY": self.control_key}
+        key = {"ROLLOUTS_MODEL_API_KEY": self._upstream_key} if self._upstream_key else {}
+        return {"ROLLOUTS_USE_GATEWAY": "false", "ROLLOUTS_MODEL_URL": self.upstream, **key}
 
     def _spawn(
         self,

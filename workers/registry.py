@@ -82,8 +82,8 @@ def sandbox_provider(settings: WorkerSettings) -> SandboxProvider:
     return factory(settings)  # type: ignore[operator, no-any-return]
 
 
-def tunnel_provider(settings: WorkerSettings) -> TunnelProvider:
-    """Make the tunnel provider that the settings name."""
+def tunnel_provider(settings: WorkerSettings, labels: tuple[str, ...] = ()) -> TunnelProvider:
+    """Make the tunnel provider that the settings name; ``labels`` are for what it creates."""
     if settings.tunnel_provider == "direct":
         from workers.tunnels.direct import DirectTunnels
 

@@ -81,6 +81,9 @@ class WorkerSettings(BaseSettings):
         default=64, gt=0, description="Plain (not async) hooks of environments that run at one time, each in a thread."
     )
 
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Port on 127.0.0.1 that serves /metrics for Prometheus; 0 for none."
+    )
     lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")
     loop_hang_limit: float = Field(
         default=300.0,

@@ -10,6 +10,7 @@ from typing import Any
 
 from producer.contract import (
     ErrorInfo,
+    FailedAttempt,
     Message,
     Phase,
     RolloutRequest,
@@ -71,6 +72,8 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: ErrorInfo | None = None
+    #: What the attempts before this one left in the record.
+    failed_attempts: list[FailedAttempt] = field(default_factory=list)
 
     phase: Phase = Phase.REGISTER
     #: The phase in which the attempt was when its clean-up began.
@@ -143,5 +146,6 @@ class Rollout:
             agent_stdout=self.redacted(self.agent_stdout),
             agent_stderr=self.redacted(self.agent_stderr),
             warnings=tuple(map(self.redacted, self.warnings)),
+            failed_attempts=tuple(self.failed_attempts),
             **copied,
         )

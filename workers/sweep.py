@@ -16,11 +16,13 @@ from producer import broker
 from producer.contract import (
     ErrorInfo,
     ErrorKind,
+    FailedAttempt,
     InvalidRequestError,
     RolloutRequest,
     RolloutResult,
     StopCondition,
 )
+from workers.history import HandBack
 from workers.jobs import JobStore, Lapsed, Requeue
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,15 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
 
 
 def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
-    why = f"worker {lapsed.worker or '?'} stopped renewing its lease"
-    what = store.requeue_lapsed(lapsed, why)
+    how = HandBack.over(f"worker {lapsed.worker or '?'} stopped renewing its lease", counts=True)
+    what, why = store.requeue_lapsed(lapsed, how), how.error.message
     about = {"rollout_id": lapsed.rollout_id, "attempt": lapsed.attempt, "stage": "sweep"}
     if what is Requeue.REQUEUED:
         logger.warning("%s: %s, requeued", lapsed.rollout_id, why, extra=about)
     elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
-        result = _last_result(lapsed, what, why, store.request_of(lapsed.rollout_id))
+        failed = FailedAttempt(attempt=lapsed.attempt, worker=lapsed.worker, error=how.error)
+        attempts = [*store.failed_attempts(lapsed.rollout_id), failed]
+        result = _last_result(lapsed, what, attempts, store.request_of(lapsed.rollout_id))
         encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
         outcome = result.stop_condition
         if store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, outcome, encoded, lapsed=True):
@@ -61,9 +65,9 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
     return what.value
 
 
-def _last_result(lapsed: Lapsed, what: Requeue, why: str, request: bytes) -> RolloutResult:
+def _last_result(lapsed: Lapsed, what: Requeue, attempts: list[FailedAttempt], request: bytes) -> RolloutResult:
     """Build the result of a rollout that no worker will run again."""
-    history = "\n".join(line for line in (lapsed.history, f"attempt {lapsed.attempt}: {why}") if line)
+    history = "\n".join(f"attempt {attempt.attempt}: {attempt.error}" for attempt in attempts)
     if what is Requeue.CANCELLED:
         condition = StopCondition.CANCELLED
         error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled; its worker died meanwhile", detail=history)
@@ -71,7 +75,7 @@ def _last_result(lapsed: Lapsed, what: Requeue, why: str, request: bytes) -> Rol
         condition = StopCondition.HAS_ERROR
         message = f"no attempt is left after {lapsed.attempt}: each time, its worker died or lost its lease"
         error = ErrorInfo(kind=ErrorKind.LEASE, message=message, detail=history)
-    fields = {"error": error, "attempt": lapsed.attempt, "worker": lapsed.worker}
+    fields = {"error": error, "attempt": lapsed.attempt, "worker": lapsed.worker, "failed_attempts": tuple(attempts)}
     try:
         return RolloutResult.for_request(RolloutRequest.parse(request), condition, **fields)
     except InvalidRequestError:

@@ -22,18 +22,18 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
 
         def admit(self, job: Job) -> bool:
             """Claim the rollout; from then on its record counts, not its message."""
-            if not fleet.claim(job, _carried(*job.request["args"], **job.request["kwargs"])):
+            if not fleet.claims.claim(job, _carried(*job.request["args"], **job.request["kwargs"])):
                 return False
             job.mark_accepted()
             return True
 
         def dropped(self, job: Job) -> None:
             """Hand the claim back."""
-            fleet.hand_back(job)
+            fleet.claims.hand_back(job)
 
     def release(task_id: str, **_: Any) -> None:
         """Whatever became of the result, this attempt is over: its lease must not be renewed."""
-        fleet.release(current_job())
+        fleet.claims.release(current_job())
 
     @app.task(base=RolloutTask, name=broker.RUN_ROLLOUT, shared=False)
     async def run_rollout(request: object = None) -> RolloutResult:
@@ -46,6 +46,11 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
     def sweep_lapsed() -> None:
         """Requeue what dead workers left behind."""
         fleet.sweep()
+
+    @app.task(base=AsyncTask, name=broker.CHECK_TUNNELS, ignore_result=True, shared=False)
+    async def check_tunnels() -> None:
+        """Have this worker process look after its tunnels; every process is sent one of these."""
+        await fleet.check_tunnels()
 
 
 def _carried(request: object = None) -> object:

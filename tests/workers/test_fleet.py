@@ -20,8 +20,9 @@ from support import RedisServer, free_port, wait_until
 
 from producer import broker
 from producer.contract import RolloutRequest, RolloutResult
-from workers import fleet as fleet_module
+from workers import claims
 from workers.app import create_app
+from workers.history import HandBack
 from workers.jobs import Requeue
 from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
 from workers.settings import WorkerSettings
@@ -49,7 +50,7 @@ class Worker:
             sandbox_dir=directory / "sandboxes",
         )
         self.app = create_app(settings, {})
-        self.fleet: Any = self.app.rollout_records
+        self.fleet: Any = self.app.rollout_fleet
         self.client = redis.Redis.from_url(url)
         self.pool = AsyncioPool(1, app=self.app, initargs=(self.app, "w1@here"))
         self.pool.start()
@@ -87,7 +88,7 @@ class Worker:
 
     def holds(self) -> tuple[list[str], list[str]]:
         """Return the ids that the fleet holds, and those whose leases are kept."""
-        return list(self.fleet._held), [rollout_id for rollout_id, _ in self.fleet.keeper.held()]
+        return self.fleet.claims.held(), [rollout_id for rollout_id, _ in self.fleet.keeper.held()]
 
     def stop(self) -> None:
         """Shut down warmly; what runs may end when the shutdown waits for it."""
@@ -208,7 +209,7 @@ def test_a_lost_broker_connection_keeps_a_waiting_rollout(worker: Worker) -> Non
 def test_a_waiting_rollout_that_its_producer_cancels_ends_so(start: Start, redis_url: str) -> None:
     worker = start(redis_url, lease_ttl=2.0)
     _, told = worker.wake()
-    worker.fleet.cancel("r1")
+    worker.fleet.claims.cancel("r1")
     wait_until(lambda: told == ["accepted", Ignore])
     assert worker.record()["outcome"] == "cancelled"
     assert str(worker.result().error).endswith("cancelled before it began")
@@ -266,8 +267,8 @@ def test_redis_away_refuses_the_claim_and_the_next_one_succeeds(start: Start, ow
 def test_a_redis_that_hangs_does_not_hold_celerys_thread(
     start: Start, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fleet_module.CLAIM_PATIENCE <= 5
-    monkeypatch.setattr(fleet_module, "CLAIM_PATIENCE", 0.2)
+    assert claims.CLAIM_PATIENCE <= 5
+    monkeypatch.setattr(claims, "CLAIM_PATIENCE", 0.2)
     worker = start(own_redis.url)
     worker.wake("before")
     assert own_redis.process is not None
@@ -290,4 +291,4 @@ def test_a_shutdown_without_redis_lets_the_lease_lapse(
     assert worker.holds() == NOTHING
     own_redis.start()
     request = RolloutRequest(rollout_id="r1", model="m")
-    assert worker.fleet.store.release(request, 1, why="another worker's sweep", counts=False) is Requeue.REQUEUED
+    assert worker.fleet.store.release(request, 1, "w2", HandBack.over("another worker's sweep")) is Requeue.REQUEUED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -12,10 +13,14 @@ from celery import Celery
 from support import wait_until
 
 from producer import broker
-from producer.contract import RolloutRequest, RolloutResult, StopCondition
-from workers import results
+from producer.contract import ErrorInfo, ErrorKind, RolloutRequest, RolloutResult, StopCondition
+from workers import history, results
+from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.sweep import sweep
+
+FAILED = HandBack(error=ErrorInfo(kind=ErrorKind.SANDBOX, message="it died"))
+DIED = HandBack.over("its worker died", counts=True)
 
 
 @pytest.fixture
@@ -104,14 +109,14 @@ def test_the_first_commit_wins_and_is_announced_once(store: JobStore) -> None:
 def test_a_stale_attempt_can_neither_renew_nor_commit_nor_requeue(store: JobStore) -> None:
     first = claimed(store)
     lapse(store)
-    assert store.requeue_lapsed(store.lapsed()[0], "its worker died") is Requeue.REQUEUED
+    assert store.requeue_lapsed(store.lapsed()[0], DIED) is Requeue.REQUEUED
     second = store.claim("r1", "w2")
     assert isinstance(second, Claim)
     assert second.attempt == 2
 
     assert store.renew([("r1", first.attempt)]) == {"r1": Renewal.LOST}
     assert not store.commit("r1", first.attempt, "b", StopCondition.COMPLETED, b"x")
-    assert store.release(request(), first.attempt, why="late") is Requeue.STALE
+    assert store.release(request(), first.attempt, "w1", FAILED) is Requeue.STALE
     assert store.renew([("r1", second.attempt)]) == {"r1": Renewal.RENEWED}
 
 
@@ -144,7 +149,10 @@ def test_a_renewal_tells_that_a_cancel_was_asked_for(store: JobStore) -> None:
 def test_requeueing_sends_a_wake_up_in_the_same_step(store: JobStore) -> None:
     claim = claimed(store, priority=6)
 
-    assert store.release(request(priority=6), claim.attempt, why="drained", counts=False) is Requeue.REQUEUED
+    assert (
+        store.release(request(priority=6), claim.attempt, "w1", replace(HandBack.over("drained"), front=False))
+        is Requeue.REQUEUED
+    )
 
     assert record(store)["state"] == "pending"
     (message,) = store.client.lrange(broker.queue_key(6), 0, -1)
@@ -158,19 +166,49 @@ def test_requeueing_sends_a_wake_up_in_the_same_step(store: JobStore) -> None:
 def test_attempts_run_out(store: JobStore) -> None:
     claimed(store, max_attempts=2)
     lapse(store)
-    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.REQUEUED
+    assert store.requeue_lapsed(store.lapsed()[0], DIED) is Requeue.REQUEUED
     second = store.claim("r1", "w2")
     assert isinstance(second, Claim)
     assert second.last
 
     lapse(store)
-    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.EXHAUSTED
+    assert store.requeue_lapsed(store.lapsed()[0], DIED) is Requeue.EXHAUSTED
     assert record(store)["state"] == "running", "the sweep ends it, with a result"
+
+
+def test_the_turns_of_a_failed_attempt_are_kept_until_a_result_holds_them(store: JobStore) -> None:
+    turns = [{"prompt": [{"role": "user", "content": "hi" * n}], "completion": []} for n in range(3)]
+    claim = claimed(store)
+    store.release(request(), claim.attempt, "w1", replace(FAILED, turns=turns))
+
+    (failed,) = store.failed_attempts("r1")
+    assert (failed.attempt, failed.worker, failed.turns, failed.trajectory) == (1, "w1", 3, turns)
+    assert (failed.error, failed.counted) == (FAILED.error, True)
+
+    assert isinstance(store.claim("r1", "w2"), Claim)
+    assert store.commit("r1", 2, "b", StopCondition.COMPLETED, b"result")
+    assert not store.client.hexists(broker.job_key("r1"), "turns:1")
+    assert [(a.turns, a.trajectory) for a in store.failed_attempts("r1")] == [(3, [])]
+
+
+def test_turns_that_are_too_many_to_keep_are_counted(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_PACKED_TURNS", 10)
+    claim = claimed(store)
+    store.release(request(), claim.attempt, "w1", replace(FAILED, turns=[{"prompt": []}]))
+    assert [(a.turns, a.trajectory) for a in store.failed_attempts("r1")] == [(1, [])]
+
+
+@pytest.mark.parametrize("spoilt", [{"history": b"\xff{}\n[]\n{}"}, {"turns:1": b"not packed"}])
+def test_a_history_that_cannot_be_read_costs_nobody_a_result(store: JobStore, spoilt: dict[str, bytes]) -> None:
+    claim = claimed(store)
+    store.release(request(), claim.attempt, "w1", FAILED)
+    store.client.hset(broker.job_key("r1"), mapping=spoilt)
+    assert all(attempt.trajectory == [] for attempt in store.failed_attempts("r1"))
 
 
 def test_a_delayed_rollout_waits_for_its_time(store: JobStore) -> None:
     claim = claimed(store)
-    assert store.release(request(), claim.attempt, why="again later", delay=60) is Requeue.REQUEUED
+    assert store.release(request(), claim.attempt, "w1", replace(FAILED, delay=60)) is Requeue.REQUEUED
 
     assert store.wake_delayed() == 0
     assert all(store.client.llen(key) == 0 for key in broker.queue_keys())
@@ -184,7 +222,7 @@ def waiting(store: JobStore, rollout_id: str, **fields: object) -> None:
     """Have a rollout wait in the queue, a minute later than the one before."""
     claim = claimed(store, rollout_id=rollout_id, **fields)
     offered = request(rollout_id, **fields)
-    assert store.release(offered, claim.attempt, why="x") is Requeue.REQUEUED
+    assert store.release(offered, claim.attempt, "w1", FAILED) is Requeue.REQUEUED
     waiting = int(store.client.zcard(broker.PENDING))
     store.client.zadd(broker.PENDING, {rollout_id: broker.pending_base(offered.priority) + waiting * 60_000})
 
@@ -224,7 +262,7 @@ def test_what_was_put_to_the_front_is_not_taken_for_lost_and_hides_nothing(store
     for n in range(3):
         waiting(store, f"r{n}")
     claim = claimed(store, rollout_id="front")
-    store.release(request("front"), claim.attempt, why="drained", front=True)
+    store.release(request("front"), claim.attempt, "w1", HandBack.over("drained"))
     assert orjson.loads(store.client.lindex(broker.queue_key(3), -1))["headers"]["id"] == "front"
     assert store.resend_missing(age=1) == 0
 
@@ -238,7 +276,7 @@ def test_what_comes_back_while_the_queue_is_looked_at_is_not_sent_twice(
     def then_handed_back(key: str, index: int) -> bytes | None:
         found: bytes | None = looked_at(key, index)
         if key == broker.queue_key(3):
-            store.release(request("r1"), claim.attempt, why="drained", front=True)
+            store.release(request("r1"), claim.attempt, "w1", HandBack.over("drained"))
         return found
 
     monkeypatch.setattr(store.client, "lindex", then_handed_back)
@@ -266,7 +304,7 @@ def test_the_sweep_requeues_a_dead_workers_rollout_once(store: JobStore, app: Ce
     assert sweep(store, app)["requeued"] == 1
     store.client.delete(broker.SWEPT)
     assert "requeued" not in sweep(store, app)
-    assert record(store)["history"] == "attempt 1: worker w1 stopped renewing its lease"
+    assert [str(a.error) for a in store.failed_attempts("r1")] == ["lease error: worker w1 stopped renewing its lease"]
 
 
 def test_two_sweeps_take_turns(store: JobStore, app: Celery) -> None:
@@ -292,7 +330,7 @@ def test_garbage_in_the_queue_and_in_records_holds_up_nothing(store: JobStore, a
 def test_a_worker_that_comes_back_before_the_sweep_ends_its_last_attempt_keeps_it(store: JobStore) -> None:
     claim = claimed(store, max_attempts=1)
     lapse(store)
-    assert store.requeue_lapsed(store.lapsed()[0], "died") is Requeue.EXHAUSTED
+    assert store.requeue_lapsed(store.lapsed()[0], DIED) is Requeue.EXHAUSTED
     assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.RENEWED}
 
     assert not store.commit("r1", claim.attempt, "b", StopCondition.HAS_ERROR, b"y", lapsed=True)
@@ -318,7 +356,7 @@ def test_a_rollout_that_kills_its_workers_ends_with_its_history(store: JobStore,
     assert result.stop_condition is StopCondition.HAS_ERROR
     assert result.error is not None
     assert result.error.kind == "lease"
-    assert "attempt 1: worker w1 stopped renewing" in (result.error.detail or "")
+    assert "attempt 1: lease error: worker w1 stopped renewing" in (result.error.detail or "")
     assert record(store)["state"] == "done"
     assert store.client.xlen(broker.stream_key("b")) == 1
 

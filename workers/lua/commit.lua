@@ -18,6 +18,8 @@ redis.call('SET', KEYS[4], ARGV[5], 'EX', ARGV[4])
 -- Celery's own clients wait for results on a channel of the key's name.
 redis.call('PUBLISH', KEYS[4], ARGV[5])
 redis.call('HSET', KEYS[1], 'state', 'done', 'outcome', ARGV[3], 'finished_ms', now)
+-- The result holds the turns of earlier attempts by now.
+for earlier = 1, tonumber(ARGV[2]) - 1 do redis.call('HDEL', KEYS[1], 'turns:' .. earlier) end
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('XADD', KEYS[3], '*', 'id', ARGV[1], 'outcome', ARGV[3])

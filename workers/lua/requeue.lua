@@ -2,7 +2,8 @@
 -- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list
 -- ARGV: 1 rollout id, 2 attempt, 3 "lapsed" (only when the lease lapsed) or "owned" (by the worker that holds it),
 --       4 1 when the attempt counts, 0 when it does not, 5 delay (ms), 6 1 to put it at the queue's front,
---       7 message, 8 line for the history, 9 score in the pending set with which its list's rollouts begin
+--       7 message, 8 line for the history, 9 score in the pending set with which its list's rollouts begin,
+--       10 the attempt's turns, packed, or ""
 -- Returns "requeued", "exhausted" or "cancelled" (nothing was changed: end it instead), or "stale" (not ours to move).
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'spent', 'max_attempts', 'cancel', 'history')
 if record[1] ~= 'running' or record[2] ~= ARGV[2] then return 'stale' end
@@ -19,6 +20,7 @@ if spent >= tonumber(record[4]) then return 'exhausted' end
 local history = ARGV[8]
 if record[6] then history = record[6] .. '\n' .. history end
 redis.call('HSET', KEYS[1], 'state', 'pending', 'spent', spent, 'history', history)
+if ARGV[10] ~= '' then redis.call('HSET', KEYS[1], 'turns:' .. ARGV[2], ARGV[10]) end
 redis.call('ZREM', KEYS[2], ARGV[1])
 if tonumber(ARGV[5]) > 0 then
   redis.call('ZADD', KEYS[4], now + ARGV[5], ARGV[1])

@@ -1,0 +1,226 @@
+"""The rollouts that one worker process holds: claimed on Celery's own thread, given up by whatever ends them.
+
+A claim is held for one `Job`, not for a rollout's id alone: a message may come twice, and an attempt that has lost its
+lease may still be cleaning up when its rollout is claimed again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import redis
+from celery import Celery, states
+from celery.exceptions import Ignore
+
+from producer.contract import (
+    ErrorInfo,
+    ErrorKind,
+    InvalidRequestError,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+)
+from workers.history import HandBack
+from workers.jobs import Claim, JobStore, Renewal, Requeue
+from workers.leases import LeaseKeeper
+from workers.pool import CancelReason, Job, current_job
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a claim may wait for Redis: it holds Celery's own thread, which serves signals and remote control.
+CLAIM_PATIENCE = 5.0
+
+_REASONS = {Renewal.LOST: CancelReason.LEASE_LOST, Renewal.CANCELLED: CancelReason.CANCELLED}
+
+
+class Claims:
+    """Takes and gives up claims, and ends the records of what is held; ``keeper`` keeps their leases.
+
+    ``impatient`` is the same store, but waits no longer than `CLAIM_PATIENCE` for Redis. Celery's result backend sees
+    this as its `Records`.
+    """
+
+    def __init__(self, app: Celery, store: JobStore, keeper: LeaseKeeper, worker: str, *, impatient: JobStore) -> None:
+        self._app = app
+        self._store = store
+        self._impatient = impatient
+        self._keeper = keeper
+        self._worker = worker
+        self._held: dict[str, tuple[Job, Claim]] = {}
+        self._unsure: set[str] = set()  # rollouts whose claim got no answer
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def held(self) -> list[str]:
+        """Return the ids of the rollouts that are held."""
+        return list(self._held)
+
+    def of(self, job: Job) -> Claim | None:
+        """Return what was claimed for ``job``, or None."""
+        held = self._held.get(job.id)
+        return held[1] if held is not None and held[0] is job else None
+
+    # -- claiming, on Celery's own thread -----------------------------------------------------------------------------
+
+    def claim(self, job: Job, carried: object = None) -> bool:
+        """Claim the rollout that ``job`` wakes us for, and keep its lease; False when there is nothing to do.
+
+        ``carried`` is the request of a message that carries its own. True also for an invalid one, of which there is no
+        record: `refused` tells what is wrong with it.
+        """
+        if job.id in self._held:
+            # A duplicate, or its last attempt lost the lease and still cleans up, which will end what is held under
+            # this id. Then the sweep sends it again.
+            logger.info("%s: held by this worker, nothing to do", job.id, extra=about(job.id))
+            return False
+        try:
+            claim = self._claim_or_refuse(job.id, carried)
+        except redis.RedisError as error:
+            # Redis is away. The sweep sends the wake-up call again, or, if only the answer to the claim was lost, the
+            # rollout is given back when Redis answers.
+            logger.warning("%s: not claimed, Redis does not answer: %s", job.id, error, extra=about(job.id))
+            self._unsure.add(job.id)
+            return False
+        if claim == "invalid":
+            return True
+        if isinstance(claim, Claim):
+            self._held[job.id] = job, claim
+            self._keeper.hold(job.id, claim.attempt)
+            return True
+        if claim == "unknown":
+            logger.error("%s: a message without a record; the record expired or Redis lost it", job.id)
+        else:
+            logger.info("%s: already %s, nothing to do", job.id, claim, extra=about(job.id))
+        return False
+
+    def _claim_or_refuse(self, rollout_id: str, carried: object) -> Claim | str:
+        try:
+            return self._impatient.claim(rollout_id, self._worker, _offered(rollout_id, carried))
+        except InvalidRequestError:
+            # Only a rollout of which nothing is known may end by a message that is wrong.
+            return "done" if self._impatient.exists(rollout_id) else "invalid"
+
+    # -- giving up ----------------------------------------------------------------------------------------------------
+
+    def settle_unsure(self) -> None:
+        """Give back what was claimed for this worker without its learning so; it spends no attempt."""
+        for rollout_id in list(self._unsure):
+            claimed = self._store.claimed_by(rollout_id)
+            if claimed and claimed[1] == self._worker and rollout_id not in self._held:
+                request = RolloutRequest.parse(self._store.request_of(rollout_id))
+                how = HandBack.over("the answer to the claim was lost")
+                self._store.release(request, claimed[0], self._worker, how)
+            self._unsure.discard(rollout_id)
+
+    def hand_back(self, job: Job) -> None:
+        """Give up the claim of a job that will not run: end what was cancelled, let another worker run the rest.
+
+        For the tracers' threads. Where Redis does not answer the lease lapses, and the sweep does the same.
+        """
+        claim = self.of(job)
+        if claim is None:
+            return
+        try:
+            if job.cancel_reason is not CancelReason.LEASE_LOST:
+                self._give_up(job, claim)
+        except (redis.RedisError, InvalidRequestError) as error:
+            logger.warning("%s: not handed back, its lease lapses: %s", job.id, error, extra=about(job.id))
+        finally:
+            self.release(job)
+
+    def _give_up(self, job: Job, claim: Claim) -> None:
+        request = RolloutRequest.parse(claim.request)
+        if job.cancel_reason not in {CancelReason.CANCELLED, CancelReason.REVOKED}:
+            counts = job.cancel_reason is not CancelReason.SHUTDOWN
+            how = HandBack.over(f"worker {self._worker} did not start it: {job.cancel_reason}", counts=counts)
+            if self._impatient.release(request, claim.attempt, self._worker, how) is not Requeue.CANCELLED:
+                return
+        result = RolloutResult.for_request(
+            request,
+            StopCondition.CANCELLED,
+            error=ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled before it began"),
+            attempt=claim.attempt,
+            worker=self._worker,
+            failed_attempts=tuple(self._impatient.failed_attempts(job.id)),
+        )
+        encoded = self._app.backend.encoded(job.id, result, states.SUCCESS)
+        self._impatient.commit(job.id, claim.attempt, claim.batch_id, result.stop_condition, encoded)
+
+    def end_early(self, rollout_id: str, renewal: Renewal) -> None:
+        """Cancel the job of a rollout whose lease was lost, or whose cancellation was asked for."""
+        held = self._held.get(rollout_id)
+        if held is not None:
+            logger.warning("%s: %s, ending it", rollout_id, renewal, extra=about(rollout_id))
+            held[0].cancel(_REASONS[renewal])
+
+    # -- ending its record, on the threads on which Celery stores results ----------------------------------------------
+
+    def holds(self, rollout_id: str) -> bool:
+        """Whether the job that is being ended here is the one for which this worker claimed the rollout."""
+        held = self._held.get(rollout_id)
+        return held is not None and held[0] is _job_here()
+
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
+        """Store the result, end the record and announce it; dropped when another attempt owns the rollout by now.
+
+        Raises `redis.RedisError`; Celery's backend tries again until Redis answers.
+        """
+        _, claim = self._held[rollout_id]
+        try:
+            committed = self._store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result)
+        except (redis.OutOfMemoryError, redis.ReadOnlyError) as error:
+            # Redis is full, or fails over. The lease is kept meanwhile, so nobody runs the rollout again.
+            raise redis.ConnectionError(f"Redis takes no writes: {type(error).__name__}") from None
+        if not committed:
+            logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=about(rollout_id))
+
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel a rollout, whoever holds it."""
+        self._store.cancel(rollout_id)
+
+    def release(self, job: Job) -> None:
+        """Stop keeping the lease of what was claimed for ``job``; by then its record has ended or was given back."""
+        if self.of(job) is not None:
+            self._keeper.drop(job.id)
+            del self._held[job.id]
+
+
+def refused(task_id: str, carried: object) -> RolloutResult:
+    """Tell what is wrong with a message's own request; raises `Ignore` when nothing is: then its claim is gone."""
+    try:
+        _offered(task_id, carried)
+    except InvalidRequestError as error:
+        return invalid(task_id, str(error))
+    raise Ignore
+
+
+def invalid(rollout_id: str, message: str, **fields: object) -> RolloutResult:
+    """Return the result of a request that cannot be run."""
+    error = ErrorInfo(kind=ErrorKind.INVALID_REQUEST, message=message)
+    return RolloutResult.parse(
+        {"rollout_id": rollout_id, "stop_condition": StopCondition.HAS_ERROR, "error": error, **fields}
+    )
+
+
+def about(rollout_id: str) -> dict[str, str]:
+    """Return the structured fields of a log line about a rollout."""
+    return {"rollout_id": rollout_id}
+
+
+def _offered(task_id: str, carried: object) -> RolloutRequest | None:
+    """Validate a message's own request: it runs under the task's id, so that Celery's result is found under it too."""
+    if carried is None:
+        return None
+    if isinstance(carried, dict):
+        if carried.get("rollout_id", task_id) != task_id:
+            raise InvalidRequestError("rollout_id: differs from the message's task id; send it with task_id=rollout_id")
+        carried = {**carried, "rollout_id": task_id}
+    return RolloutRequest.parse(carried)
+
+
+def _job_here() -> Job | None:
+    try:
+        return current_job()
+    except LookupError:
+        return None

@@ -1,0 +1,49 @@
+"""The account of the Prime platform that this worker uses: found as the SDKs find it, and judged before it is used."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What the SDKs will use. ``problem`` says what is wrong with it and what to do, or is None."""
+
+    base_url: str = ""
+    team_id: str | None = None
+    api_key: str = field(default="", repr=False)
+    #: Where the key comes from, for people who have several.
+    source: str = ""
+    problem: str | None = None
+
+
+def credentials() -> Credentials:
+    """Read the account as the SDKs do: ``PRIME_*`` variables, then ``~/.prime/config.json`` and ``PRIME_CONTEXT``.
+
+    Asks nobody: whether the platform takes the key shows at the first call.
+    """
+    from prime_sandboxes import Config  # it takes a second to import, and the command line does not always need it
+
+    try:
+        config = Config()
+    except ValueError as error:
+        return Credentials(problem=f"PRIME_CONTEXT: {error}; log in with `prime login`, or unset it")
+    key = config.api_key
+    source = "PRIME_API_KEY" if os.environ.get("PRIME_API_KEY") else str(config.config_file)
+    problem = None
+    url = urlsplit(config.base_url)
+    if not key:
+        problem = f"no API key: set PRIME_API_KEY, or log in with `prime login` ({config.config_file})"
+    elif url.scheme not in {"http", "https"} or not url.hostname:
+        problem = f"PRIME_API_BASE_URL: {config.base_url!r} is not an http(s) URL"
+    return Credentials(config.base_url, config.team_id, key, source if key else "", problem)
+
+
+def private_folder(parent: Path | None = None) -> Path:
+    """Make a folder that only this user can read (mode 0700), for what an SDK keeps; the caller removes it."""
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix="rollouts-prime-", dir=parent))
