@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from producer.contract import RolloutRequest
 from workers.environment import CommandEnvironment, Environment
 from workers.errors import InvalidRolloutError
+from workers.harbor.environment import HarborEnvironment
 from workers.sandboxes.base import SandboxProvider
 from workers.settings import WorkerSettings
 from workers.tunnels.base import TunnelProvider
@@ -21,7 +22,7 @@ class Environments:
     """The environments that this worker offers, by name. Nothing outside the allow-list is ever imported."""
 
     def __init__(self, allowed: Mapping[str, str]) -> None:
-        self._by_name: dict[str, Environment] = {"command": CommandEnvironment()}
+        self._by_name: dict[str, Environment] = {"command": CommandEnvironment(), "harbor": HarborEnvironment()}
         for name, target in allowed.items():
             found = load(target, setting="ROLLOUTS_ENVIRONMENTS")
             environment = found() if isinstance(found, type) else found
@@ -78,6 +79,10 @@ def sandbox_provider(settings: WorkerSettings) -> SandboxProvider:
         from workers.sandboxes.local import LocalSandboxes
 
         return LocalSandboxes(root=settings.sandbox_dir, output_limit=settings.output_limit)
+    if settings.sandbox_provider == "prime":
+        from workers.sandboxes.prime import prime_sandboxes
+
+        return prime_sandboxes(settings)
     factory = load(settings.sandbox_provider, setting="ROLLOUTS_SANDBOX_PROVIDER")
     return factory(settings)  # type: ignore[operator, no-any-return]
 
@@ -88,5 +93,9 @@ def tunnel_provider(settings: WorkerSettings, labels: tuple[str, ...] = ()) -> T
         from workers.tunnels.direct import DirectTunnels
 
         return DirectTunnels()
+    if settings.tunnel_provider == "prime":
+        from workers.tunnels.prime import prime_tunnels
+
+        return prime_tunnels(settings, labels=labels)
     factory = load(settings.tunnel_provider, setting="ROLLOUTS_TUNNEL_PROVIDER")
     return factory(settings)  # type: ignore[operator, no-any-return]

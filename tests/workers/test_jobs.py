@@ -163,6 +163,14 @@ def test_requeueing_sends_a_wake_up_in_the_same_step(store: JobStore) -> None:
     assert record(store)["spent"] == "1", "but a hand-over spends none"
 
 
+def test_a_renewal_that_comes_just_after_the_commit_ends_nothing(store: JobStore) -> None:
+    claim = claimed(store)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"result")
+    assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.RENEWED}
+    assert store.client.zcard(broker.RUNNING) == 0
+    assert store.renew([("r1", claim.attempt - 1)]) == {"r1": Renewal.LOST}
+
+
 def test_attempts_run_out(store: JobStore) -> None:
     claimed(store, max_attempts=2)
     lapse(store)

@@ -56,6 +56,11 @@ class Sandbox(Protocol):
         """The provider's id of this sandbox."""
         ...
 
+    @property
+    def root(self) -> str:
+        """Where commands see what is uploaded to ``/``: a folder, or "" for a sandbox with a file system of its own."""
+        return ""
+
     async def start_job(
         self, command: str, *, env: dict[str, str] | None = None, working_dir: str | None = None
     ) -> BackgroundJob:

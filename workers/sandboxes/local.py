@@ -192,6 +192,11 @@ class LocalSandbox(Sandbox):
         """The id, which is also the value of the marker variable of its processes."""
         return self._id
 
+    @property
+    def root(self) -> str:
+        """The directory, for commands see the machine's own file system."""
+        return str(self.directory)
+
     async def start_job(
         self, command: str, *, env: dict[str, str] | None = None, working_dir: str | None = None
     ) -> BackgroundJob:

@@ -1,0 +1,179 @@
+"""The fleet's token bucket: real Redis, several workers' ends of it, and what happens when Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from support import RedisServer
+
+from producer import broker
+from workers import throttle as module
+from workers.aio import deadline
+from workers.throttle import Throttle
+
+KEY = broker.throttle_key("test")
+#: Slack for a clock that ticks in two processes.
+SLACK = 0.02
+
+
+def with_workers(url: str | None, count: int, per_minute: float, burst: int) -> Callable[..., None]:
+    """Run a coroutine function with the throttles of ``count`` workers of one fleet, and check that it ends."""
+
+    def run(body: Callable[..., Awaitable[None]]) -> None:
+        async def main() -> None:
+            clients = [
+                Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0))
+                if url
+                else None
+                for _ in range(count)
+            ]
+            try:
+                await body(*(Throttle(client, KEY, per_minute=per_minute, burst=burst) for client in clients))
+            finally:
+                for client in clients:
+                    if client:
+                        await client.aclose()
+
+        asyncio.run(main())
+
+    return run
+
+
+async def seconds(*works: Awaitable[object]) -> float:
+    began = time.monotonic()
+    await asyncio.gather(*works)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["redis", "alone"])
+def test_a_burst_is_free_and_then_the_rate_holds(redis_url: str, shared: bool) -> None:
+    async def body(throttle: Throttle) -> None:
+        assert await seconds(*(throttle.take() for _ in range(10))) < 0.15
+        took = await seconds(*(throttle.take() for _ in range(10)))
+        assert 0.2 - SLACK <= took < 0.5
+
+    with_workers(redis_url if shared else None, 1, per_minute=50 * 60, burst=10)(body)
+
+
+def test_all_workers_of_a_fleet_share_one_bucket(redis_url: str) -> None:
+    async def body(*throttles: Throttle) -> None:
+        took = await seconds(*(throttle.take() for throttle in throttles for _ in range(8)))
+        assert 0.38 - SLACK <= took < 0.8  # 24 tokens, 5 of them free, 50 a second
+
+    with_workers(redis_url, 3, per_minute=50 * 60, burst=5)(body)
+
+
+def test_a_pause_holds_for_everybody_and_for_those_who_wait_already(redis_url: str) -> None:
+    async def body(one: Throttle, other: Throttle) -> None:
+        await one.take()
+        waiting = asyncio.create_task(other.take())  # due in 0.2 s
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        await one.pause(0.5)
+        await asyncio.gather(one.take(), waiting)
+        assert time.monotonic() - began >= 0.5 - SLACK
+
+    with_workers(redis_url, 2, per_minute=5 * 60, burst=1)(body)
+
+
+def test_the_longest_pause_wins(redis_url: str) -> None:
+    async def body(throttle: Throttle) -> None:
+        began = time.monotonic()
+        await throttle.pause(0.4)
+        await throttle.pause(0.05)
+        await throttle.take()
+        assert time.monotonic() - began >= 0.4 - SLACK
+
+    with_workers(redis_url, 1, per_minute=6000, burst=10)(body)
+
+
+def test_a_pause_ends_with_one_token_not_with_a_full_bucket(redis_url: str) -> None:
+    async def body(throttle: Throttle) -> None:
+        await throttle.pause(0.05)
+        took = await seconds(*(throttle.take() for _ in range(6)))
+        assert took >= 0.05 + 5 * 0.02 - SLACK
+
+    with_workers(redis_url, 1, per_minute=50 * 60, burst=10)(body)
+
+
+def test_a_cancelled_caller_does_not_hold_up_the_others(redis_url: str) -> None:
+    async def body(throttle: Throttle) -> None:
+        await throttle.take()
+        waiting = [asyncio.create_task(throttle.take()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[1].cancel()
+        assert await seconds(waiting[2]) < 1.0
+
+    with_workers(redis_url, 1, per_minute=10 * 60, burst=1)(body)
+
+
+def test_waiting_for_a_token_stops_the_deadlines(redis_url: str) -> None:
+    async def body(throttle: Throttle) -> None:
+        await throttle.take()
+        async with deadline(0.1) as clock:
+            assert await seconds(throttle.take()) >= 0.25 - SLACK
+        assert not clock.expired()
+
+    with_workers(redis_url, 1, per_minute=4 * 60, burst=1)(body)
+
+
+def test_the_bucket_leaves_nothing_in_redis_for_ever(redis_url: str) -> None:
+    async def body(throttle: Throttle) -> None:
+        await throttle.take()
+        async with Redis.from_url(redis_url) as client:
+            assert 0 < await client.pttl(KEY) <= 62_000
+
+    with_workers(redis_url, 1, per_minute=60, burst=1)(body)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["gone", "hung"])
+def test_a_redis_that_is_away_stops_nobody(
+    own_redis: RedisServer, how: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+
+    async def body(throttle: Throttle) -> None:
+        await throttle.take()
+        assert own_redis.process
+        own_redis.process.send_signal(how)
+        with caplog.at_level(logging.WARNING):
+            took = await seconds(*(throttle.take() for _ in range(12)))
+        # Redis is asked once, then this process's own bucket decides, at the same rate.
+        assert 0.2 - SLACK <= took < 0.7
+        assert sum("Redis does not answer" in message for message in caplog.messages) == 1
+
+    with_workers(own_redis.url, 1, per_minute=10 * 60, burst=10)(body)
+
+
+def test_a_pause_holds_here_although_redis_is_away(own_redis: RedisServer) -> None:
+    async def body(throttle: Throttle) -> None:
+        assert own_redis.process
+        own_redis.process.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        await throttle.pause(0.2)
+        await throttle.take()
+        assert time.monotonic() - began >= 0.2 - SLACK
+
+    with_workers(own_redis.url, 1, per_minute=6000, burst=10)(body)
+
+
+def test_redis_is_asked_again_after_a_while(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AWAY", 0.0)
+
+    async def body(throttle: Throttle) -> None:
+        own_redis.stop(signal.SIGKILL)
+        await throttle.take()
+        own_redis.start()
+        await throttle.take()
+        assert own_redis.client.exists(KEY)
+
+    with_workers(own_redis.url, 1, per_minute=6000, burst=10)(body)
