@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from producer.cli import app
+
+if TYPE_CHECKING:
+    from workers.settings import WorkerSettings
 
 __all__ = ["app", "main"]
 
@@ -29,14 +33,32 @@ def worker(
     """Run a worker process until it is told to stop (as `celery -A workers worker`, without gossip and mingle)."""
     from producer import broker
     from workers.app import create_app
+    from workers.settings import WorkerSettings
 
-    celery_app = _configured(create_app)
+    settings = _configured(WorkerSettings)
+    celery_app = _configured(lambda: create_app(settings))
+    _require_platform(settings)
     arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
     queues = ",".join((broker.QUEUE, broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE))
     arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--task-events"] if events else []
     celery_app.worker_main(arguments)
+
+
+@app.command(rich_help_panel="Run the fleet")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list on stdout.")] = False) -> None:
+    """Look at everything that a worker with these settings needs, and say what to do; status 1 if it cannot work."""
+    from workers.doctor import State, examine
+    from workers.settings import WorkerSettings
+
+    findings = asyncio.run(examine(_configured(WorkerSettings)))
+    if as_json:
+        typer.echo(json.dumps([finding.as_dict() for finding in findings]))
+    for finding in findings if not as_json else []:
+        colour = {State.OK: "green", State.WARN: "yellow", State.FAIL: "red"}[finding.state]
+        typer.echo(f"{typer.style(finding.state.value.rjust(4), fg=colour)}  {finding.check:<12}  {finding.message}")
+    raise typer.Exit(any(finding.state is State.FAIL for finding in findings))
 
 
 @app.command(rich_help_panel="Run the fleet")
@@ -115,6 +137,18 @@ def demo(
     typer.echo(f"results are in {out}", err=True)
     print_summary(summary, as_json)
     raise typer.Exit(summary.exit_code)
+
+
+def _require_platform(settings: WorkerSettings) -> None:
+    """End the command when the platform refuses this worker: it would fail every rollout that it takes."""
+    from workers.doctor import State, platform, uses_platform
+
+    if not uses_platform(settings):
+        return
+    for finding in asyncio.run(platform()):
+        if finding.state is not State.OK:
+            typer.echo(f"rollouts: {finding.message}", err=True)
+            raise typer.Exit(2)
 
 
 def _tell(part: str, what: str) -> None:

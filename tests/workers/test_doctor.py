@@ -1,0 +1,182 @@
+"""`rollouts doctor`: each thing that a worker needs, when it is there and when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulators.prime import PrimeEmulator
+from support import RedisServer, free_port
+
+from workers.doctor import State, examine
+from workers.interception import InterceptingGateway
+from workers.settings import WorkerSettings
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrimeEmulator]:
+    with PrimeEmulator(tmp_path_factory.mktemp("platform")) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def account(emulator: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrimeEmulator]:
+    for name in ("PRIME_BASE_URL", "PRIME_TEAM_ID", "PRIME_CONTEXT", "PRIME_USER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in emulator.environ.items():
+        monkeypatch.setenv(name, value)
+    yield emulator
+    emulator.clear_faults()
+
+
+@pytest.fixture
+def gateway() -> Iterator[InterceptingGateway]:
+    gateway = InterceptingGateway("http://127.0.0.1:9/v1")
+    gateway.start()
+    yield gateway
+    asyncio.run(gateway.aclose())
+
+
+def findings(**fields: Any) -> dict[str, tuple[State, str]]:
+    found = asyncio.run(examine(WorkerSettings(**fields), environ={}))
+    return {finding.check: (finding.state, finding.message) for finding in found}
+
+
+def test_all_is_well(own_redis: RedisServer, gateway: InterceptingGateway, account: PrimeEmulator) -> None:
+    found = findings(
+        redis_url=own_redis.url,
+        gateway_url=gateway.url,
+        gateway_control_key=gateway.control_key,
+        sandbox_provider="prime",
+        tunnel_provider="prime",
+    )
+    assert {check: state for check, (state, _) in found.items()} == dict.fromkeys(
+        ("redis", "environments", "gateway", "platform", "frpc"), State.OK
+    )
+    assert account.api_url in found["platform"][1]
+    assert account.api_key not in str(found)
+    assert account.leaked() == {"sandboxes": [], "tunnels": [], "processes": []}
+
+
+def prime() -> tuple[State, str]:
+    return findings(sandbox_provider="prime")["platform"]
+
+
+def test_no_credentials(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRIME_API_KEY")
+    state, message = prime()
+    assert state is State.FAIL
+    assert message.startswith("no API key: set PRIME_API_KEY, or log in")
+
+
+def test_bad_credentials(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_API_KEY", "wrong-one")
+    state, message = prime()
+    assert state is State.FAIL
+    assert "refuses the API key from PRIME_API_KEY (401)" in message
+    assert "wrong-one" not in message
+
+
+def test_bad_credentials_in_the_users_file(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRIME_API_KEY")
+    file = Path(account.home) / ".prime" / "config.json"
+    file.write_text(json.dumps({"api_key": "stale"}))
+    try:
+        state, message = prime()
+    finally:
+        file.unlink()
+    assert state is State.FAIL
+    assert f"from {file} (401)" in message
+
+
+def test_an_account_that_must_pay(account: PrimeEmulator) -> None:
+    account.fault("list_sandboxes", status=402)
+    assert "wants payment (402): check the account's billing" in prime()[1]
+
+
+@pytest.mark.parametrize("path", ["", "/elsewhere"])
+def test_a_wrong_base_url(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    url = f"{account.api_url}{path}" if path else f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("PRIME_API_BASE_URL", url)
+    state, message = prime()
+    assert state is State.FAIL
+    assert f"the platform at {url} does not answer as it should" in message
+    assert "check PRIME_API_BASE_URL" in message
+
+
+def test_a_base_url_that_is_none(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_API_BASE_URL", "platform.example")
+    assert "PRIME_API_BASE_URL: 'platform.example' is not an http(s) URL" in prime()[1]
+
+
+def test_no_frpc(account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state, message = findings(tunnel_provider="prime")["frpc"]
+    assert state is State.WARN
+    assert "the first tunnel downloads it" in message
+
+
+def test_no_redis(tmp_path: Path) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    state, message = findings(redis_url=url)["redis"]
+    assert state is State.FAIL
+    assert "check ROLLOUTS_REDIS_URL" in message
+    assert "secret" not in message
+
+
+def test_a_gateway_that_is_not_there_or_wants_another_key(gateway: InterceptingGateway) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert f"{url} does not answer" in findings(gateway_url=url)["gateway"][1]
+    assert "wants a control key (401)" in findings(gateway_url=gateway.url)["gateway"][1]
+    wrong = findings(gateway_url=gateway.url, gateway_control_key="wrong")["gateway"][1]
+    assert "refuses the control key (401): set ROLLOUTS_GATEWAY_CONTROL_KEY" in wrong
+
+
+def test_a_model_server_that_is_not_there() -> None:
+    found = findings(use_gateway=False, model_url=f"http://127.0.0.1:{free_port()}/v1")
+    assert "check ROLLOUTS_MODEL_URL" in found["model"][1]
+    assert "gateway" not in found
+    assert "set ROLLOUTS_MODEL_URL" in findings(use_gateway=False)["model"][1]
+
+
+def test_environments_and_secrets_that_are_not_there() -> None:
+    found = findings(environments="x=no.such:Thing", secret_env="HF_TOKEN")
+    assert "cannot import 'no.such'" in found["environments"][1]
+    assert findings(secret_env="HF_TOKEN")["secrets"] == (
+        State.WARN,
+        "HF_TOKEN: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused",
+    )
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "workers.cli", *arguments],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_ends_with_1_and_says_what_to_do(account: PrimeEmulator) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    ended = command("doctor", ROLLOUTS_REDIS_URL=url, ROLLOUTS_SANDBOX_PROVIDER="prime", PRIME_API_KEY="wrong")
+    assert ended.returncode == 1
+    assert "fail  redis" in ended.stdout
+    assert "fail  platform" in ended.stdout
+    as_json = json.loads(command("doctor", "--json", ROLLOUTS_REDIS_URL=url).stdout)
+    assert {finding["check"]: finding["state"] for finding in as_json}["redis"] == "fail"
+
+
+def test_a_worker_whom_the_platform_refuses_takes_no_rollout(account: PrimeEmulator) -> None:
+    ended = command("worker", ROLLOUTS_SANDBOX_PROVIDER="prime", PRIME_API_KEY="wrong")
+    assert ended.returncode == 2
+    assert "refuses the API key from PRIME_API_KEY (401)" in ended.stderr

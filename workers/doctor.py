@@ -1,0 +1,216 @@
+"""``rollouts doctor``: looks at everything that a worker needs before it takes its first rollout.
+
+Each finding says what was looked at, what came, and what to do. Nothing is created and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import httpx
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from producer.connection import redact
+from workers.prime import credentials
+from workers.registry import ConfigurationError, Environments, load
+from workers.settings import WorkerSettings
+
+#: Seconds that each check may take.
+LIMIT = 15.0
+#: A rollout that no gateway knows: asked for with the control key, the answer tells whether the key is right.
+_UNKNOWN = "doctor-asks-for-a-rollout-that-is-not-there"
+
+
+class State(StrEnum):
+    """How a check ended; ``WARN`` lets a worker start."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; ``message`` ends with what to do where there is something to do."""
+
+    check: str
+    state: State
+    message: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding as plain data."""
+        return asdict(self)
+
+
+async def examine(settings: WorkerSettings, environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """Do all checks that these settings call for, at the same time; returns their findings in a fixed order."""
+    environ = os.environ if environ is None else environ
+    checks: list[Callable[[], Awaitable[list[Finding]]]] = [
+        lambda: _redis(settings.redis_url),
+        lambda: _environments(settings, environ),
+        lambda: _gateway(settings) if settings.use_gateway else _model(settings),
+    ]
+    if uses_platform(settings):
+        checks.append(platform)
+    if settings.tunnel_provider == "prime":
+        checks.append(_frpc)
+    found = await asyncio.gather(*(_bounded(check()) for check in checks))
+    return [finding for findings in found for finding in findings]
+
+
+def uses_platform(settings: WorkerSettings) -> bool:
+    """Whether these settings need an account on the sandbox and tunnel platform."""
+    return "prime" in {settings.sandbox_provider, settings.tunnel_provider}
+
+
+async def platform() -> list[Finding]:
+    """Check the credentials and the address of the sandbox and tunnel platform, as the SDKs find them."""
+    from prime_sandboxes import APIError, AsyncSandboxClient, PaymentRequiredError, UnauthorizedError
+
+    account = credentials()
+    if account.problem:
+        return [Finding("platform", State.FAIL, account.problem)]
+    where = f"the platform at {account.base_url}"
+    client = AsyncSandboxClient()
+    try:
+        await client.list(per_page=1)
+    except UnauthorizedError:
+        problem = f"{where} refuses the API key from {account.source} (401): get a new one, and set PRIME_API_KEY"
+    except PaymentRequiredError:
+        problem = f"{where} wants payment (402): check the account's billing, and PRIME_TEAM_ID if it is a team's"
+    except (APIError, ValueError) as error:  # the latter when what came is no answer of the platform
+        said = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        problem = (
+            f"{where} does not answer as it should: {said}; check PRIME_API_BASE_URL and PRIME_BASE_URL, which come "
+            "before the address in ~/.prime/config.json"
+        )
+    else:
+        team = f", team {account.team_id}" if account.team_id else ""
+        return [Finding("platform", State.OK, f"{where} accepts the API key from {account.source}{team}")]
+    finally:
+        await client.aclose()
+    return [Finding("platform", State.FAIL, problem)]
+
+
+async def _frpc() -> list[Finding]:
+    from prime_tunnel.binary import FRPC_VERSION
+    from prime_tunnel.core.config import Config
+
+    try:
+        folder = Config().config_dir / "bin"
+    except ValueError:  # PRIME_CONTEXT; `platform` says it
+        return []
+    version = folder / ".frpc_version"
+    if (folder / "frpc").exists() and version.exists() and version.read_text().strip() == FRPC_VERSION:
+        return [Finding("frpc", State.OK, f"version {FRPC_VERSION} is in {folder}")]
+    message = (
+        f"version {FRPC_VERSION} is not in {folder}: the first tunnel downloads it, so this host needs a way out; "
+        "where it has none, put the binary and .frpc_version there beforehand"
+    )
+    return [Finding("frpc", State.WARN, message)]
+
+
+async def _redis(url: str) -> list[Finding]:
+    client = redis.asyncio.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
+    shown = redact(url)
+    try:
+        async with client:
+            server = await client.info("server")
+            memory = await client.info("memory")
+            persistence = await client.info("persistence")
+    except (redis.RedisError, OSError, ValueError) as error:
+        message = f"{shown} does not answer: {error}; check ROLLOUTS_REDIS_URL, and that the server runs"
+        return [Finding("redis", State.FAIL, message)]
+    version = server.get("valkey_version") or server.get("redis_version")
+    found = [Finding("redis", State.OK, f"{shown} answers, version {version}")]
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        message = f"maxmemory-policy is {policy}: a full server would forget rollouts; set it to noeviction"
+        found.append(Finding("redis", State.WARN, message))
+    if not int(persistence.get("aof_enabled", 0)):
+        message = "appendonly is off: a restart of the server forgets rollouts; set appendonly yes"
+        found.append(Finding("redis", State.WARN, message))
+    return found
+
+
+async def _environments(settings: WorkerSettings, environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        names = Environments(settings.environments).names()
+        for setting in ("sandbox_provider", "tunnel_provider"):
+            target = getattr(settings, setting)
+            if ":" in target:
+                load(target, setting=f"ROLLOUTS_{setting.upper()}")
+    except ConfigurationError as error:
+        return [Finding("environments", State.FAIL, str(error))]
+    found = [Finding("environments", State.OK, ", ".join(names))]
+    missing = [name for name in settings.secret_env if name not in environ]
+    if missing:
+        message = f"{', '.join(missing)}: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused"
+        found.append(Finding("secrets", State.WARN, message))
+    return found
+
+
+async def _gateway(settings: WorkerSettings) -> list[Finding]:
+    key = settings.gateway_control_key
+    headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key and key.get_secret_value() else {}
+    url = settings.gateway_url
+    status = await _status(f"{url}/v1/rollouts/{_UNKNOWN}/trajectory", headers)
+    match status:
+        case str():
+            state, message = State.FAIL, f"{url} does not answer: {status}; check ROLLOUTS_GATEWAY_URL"
+        case 404:
+            state, message = State.OK, f"{url} answers" + ("" if headers else ", without a control key")
+        case 401 | 403:
+            what = "refuses the control key" if headers else "wants a control key"
+            message = f"{url} {what} ({status}): set ROLLOUTS_GATEWAY_CONTROL_KEY to the one that the gateway has"
+            state = State.FAIL
+        case 503:
+            state, message = State.FAIL, f"{url} is switched off (503): turn the gateway on at its server"
+        case _:
+            message = f"{url} answers {status} where a rollout gateway answers 404; check ROLLOUTS_GATEWAY_URL"
+            state = State.FAIL
+    return [Finding("gateway", state, message)]
+
+
+async def _model(settings: WorkerSettings) -> list[Finding]:
+    url = settings.model_url
+    if not url:
+        message = (
+            "ROLLOUTS_USE_GATEWAY is false: set ROLLOUTS_MODEL_URL to the model server, such as http://host:8000/v1"
+        )
+        return [Finding("model", State.FAIL, message)]
+    key = settings.model_api_key
+    headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+    status = await _status(f"{url.rstrip('/').removesuffix('/v1')}/v1/models", headers)
+    if isinstance(status, str):
+        return [Finding("model", State.FAIL, f"{url} does not answer: {status}; check ROLLOUTS_MODEL_URL")]
+    if status in {401, 403}:
+        message = f"{url} refuses the key ({status}): set ROLLOUTS_MODEL_API_KEY to the one that it wants"
+        return [Finding("model", State.FAIL, message)]
+    if status != 200:
+        message = f"{url} answers {status} to /v1/models; check ROLLOUTS_MODEL_URL if it is no server that has no list"
+        return [Finding("model", State.WARN, message)]
+    return [Finding("model", State.OK, f"{url} answers")]
+
+
+async def _status(url: str, headers: dict[str, str]) -> int | str:
+    """Return the status of a GET, or in words why there is none."""
+    try:
+        async with httpx.AsyncClient(timeout=LIMIT / 2) as client:
+            return (await client.get(url, headers=headers)).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return str(error) or type(error).__name__
+
+
+async def _bounded(check: Awaitable[list[Finding]]) -> list[Finding]:
+    try:
+        async with asyncio.timeout(LIMIT):
+            return await check
+    except TimeoutError:
+        return [Finding("doctor", State.FAIL, f"a check did not end within {LIMIT:.0f} s: something hangs")]
