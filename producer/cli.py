@@ -18,6 +18,7 @@ from rich.console import Console
 from producer.connection import FleetConnection
 from producer.contract import InvalidRequestError
 from producer.errors import FleetError, RunBrokenError
+from producer.harbor import AGENTS, read_tasks
 from producer.results_file import ResultsFile, ResultsFileError
 from producer.runner import RunOptions, run_batch
 from producer.settings import ProducerSettings
@@ -44,9 +45,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 @app.command()
 def run(
-    tasks: Annotated[Path, typer.Argument(metavar="TASKS.jsonl", help="Tasks, one JSON object a line.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Results, one JSON object a line, as they come.")],
+    tasks: Annotated[
+        Path | None, typer.Argument(metavar="[TASKS.jsonl]", help="Tasks, one JSON object a line.", show_default=False)
+    ] = None,
     *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Results, one JSON object a line, as they come.")],
+    harbor: Annotated[
+        Path | None,
+        typer.Option(metavar="TASKS_DIR", help="Instead of a file: tasks in Harbor's format, a folder each."),
+    ] = None,
+    agent: Annotated[str | None, typer.Option(metavar="NAME", help=f"Agent for --harbor: {', '.join(AGENTS)}.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
     model: Annotated[str | None, typer.Option(help="Model, for tasks that name none.")] = None,
     environment: Annotated[str | None, typer.Option(help="Environment, for tasks that name none.")] = None,
@@ -61,10 +69,11 @@ def run(
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="On --resume, keep errors too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results in --out.")] = False,
 ) -> None:
-    """Run every task of a file and write the results as they come.
+    """Run every task of a file, or of a folder of Harbor tasks, and write the results as they come.
 
     A line of TASKS.jsonl has any fields of a rollout request; example_id defaults to the line's number, and batch_id is
-    replaced by this run's own. The whole file is checked before anything is submitted.
+    replaced by this run's own. With --harbor, a task's example_id is its folder's name, and --image and --timeout are
+    for tasks that name none. All tasks are checked before anything is submitted.
 
     --resume matches results to tasks by example_id and sample_index. Results that completed, or whose agent ran out of
     time, are kept. Those with errors run again and their old lines are dropped, unless --keep-failed is given.
@@ -78,11 +87,11 @@ def run(
         settings = read_settings(redis_url)
         defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout)
         defaults.check()
-        if out.exists() and tasks.exists() and out.samefile(tasks):
+        file = _tasks(tasks, harbor, agent, defaults, samples)
+        if out.exists() and out.samefile(file.path):
             bad_usage(f"--out {out} is the file of tasks itself")
-        file = TasksFile.load(tasks, defaults, samples)
         results = ResultsFile.prepare(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
-        batch_id = run_batch_id(tasks)
+        batch_id = run_batch_id(file.path)
         left = len(file.all_samples - results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
@@ -109,6 +118,23 @@ def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
         _print_json(found.as_dict())
     else:
         found.show(Console())
+
+
+def _tasks(
+    tasks: Path | None, harbor: Path | None, agent: str | None, defaults: TaskDefaults, samples: int
+) -> TasksFile:
+    """Read and check what is to be run, from the one place that is named."""
+    if (tasks is None) == (harbor is None):
+        bad_usage("give either a file of tasks, or --harbor TASKS_DIR")
+    if tasks is not None:
+        if agent is not None:
+            bad_usage("--agent is for --harbor; the agent of a file's tasks is their run_command")
+        return TasksFile.load(tasks, defaults, samples)
+    if agent is None or harbor is None:
+        bad_usage(f"--harbor needs --agent; there are {', '.join(AGENTS)}")
+    if defaults.run_command is not None:
+        bad_usage("--run-command and --harbor exclude each other: --agent says what runs")
+    return TasksFile.check(harbor.resolve(), read_tasks(harbor, agent, defaults.image), defaults, samples)
 
 
 def _resume_command(arguments: list[str]) -> str:

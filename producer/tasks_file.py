@@ -1,13 +1,13 @@
-"""Reads a file of tasks, one JSON object a line, and expands it into requests.
+"""Reads a file of tasks, one JSON object a line, and expands it into requests; or tasks that were read elsewhere.
 
-The whole file is checked before the first request leaves: every wrong line is named by its number and field.
+All tasks are checked before the first request leaves: every wrong line is named by its number and field.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +37,15 @@ class TasksFileError(Exception):
 
 
 @dataclass(frozen=True)
+class Task:
+    """One task: its number, which is its example id unless it gives one, where it stands, and its fields as JSON."""
+
+    number: int
+    where: str
+    line: bytes
+
+
+@dataclass(frozen=True)
 class TaskDefaults:
     """What fills the fields that a line leaves out; ``timeout`` is the agent's deadline in seconds."""
 
@@ -63,32 +72,38 @@ class TaskDefaults:
 
 @dataclass
 class TasksFile:
-    """A checked file of tasks; `load` it. Lines are kept as they are and become requests one at a time."""
+    """Checked tasks; `load` a file, or `check` others. They are kept as they are and become requests one at a time."""
 
     path: Path
     defaults: TaskDefaults
     samples: int
-    _lines: list[tuple[int, bytes]] = field(default_factory=list)
+    _tasks: list[Task] = field(default_factory=list)
     _samples: set[Sample] = field(default_factory=set)
     _explicit: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, defaults: TaskDefaults, samples: int = 1) -> TasksFile:
         """Read and check the whole file; raises `TasksFileError`."""
-        tasks, problems = cls(path, defaults, samples), []
-        data = _read(path).removeprefix(_BOM)
-        for number, line in enumerate(data.split(b"\n"), start=1):
-            if not line.strip():
-                continue
+        lines = enumerate(_read(path).removeprefix(_BOM).split(b"\n"), start=1)
+        checked = cls.check(
+            path, [Task(n, f"{path}:{n}", line) for n, line in lines if line.strip()], defaults, samples
+        )
+        if not checked._tasks:
+            raise TasksFileError([f"{path}: holds no tasks; each line is one JSON object with a rollout's fields"])
+        return checked
+
+    @classmethod
+    def check(cls, path: Path, tasks: Iterable[Task], defaults: TaskDefaults, samples: int = 1) -> TasksFile:
+        """Check tasks that come from ``path``; raises `TasksFileError`."""
+        checked, problems = cls(path, defaults, samples), []
+        for task in tasks:
             try:
-                tasks._add(number, line)
+                checked._add(task)
             except InvalidRequestError as error:
-                problems.append(f"{path}:{number}: {error}")
+                problems.append(f"{task.where}: {error}")
         if problems:
             raise TasksFileError(problems)
-        if not tasks._lines:
-            raise TasksFileError([f"{path}: holds no tasks; each line is one JSON object with a rollout's fields"])
-        return tasks
+        return checked
 
     @property
     def all_samples(self) -> frozenset[Sample]:
@@ -105,8 +120,8 @@ class TasksFile:
 
         ``suffix`` is put behind the ids that lines give: a rollout that runs again needs an id of its own.
         """
-        for number, line in self._lines:
-            request, explicit = self._parse(number, line)
+        for task in self._tasks:
+            request, explicit = self._parse(task)
             for index in self._indices(request):
                 if (str(request.example_id), index) in skip:
                     continue
@@ -119,8 +134,8 @@ class TasksFile:
                     }
                 )
 
-    def _add(self, number: int, line: bytes) -> None:
-        request, explicit = self._parse(number, line)
+    def _add(self, task: Task) -> None:
+        request, explicit = self._parse(task)
         for index in self._indices(request):
             sample = (str(request.example_id), index)
             if sample in self._samples:
@@ -130,8 +145,8 @@ class TasksFile:
                 )
             self._samples.add(sample)
             if explicit:
-                self._note_explicit(self._rollout_id(request, explicit, index, "", ""), number)
-        self._lines.append((number, line))
+                self._note_explicit(self._rollout_id(request, explicit, index, "", ""), task.number)
+        self._tasks.append(task)
 
     def _note_explicit(self, rollout_id: str, number: int) -> None:
         if rollout_id in self._explicit:
@@ -139,13 +154,13 @@ class TasksFile:
             raise InvalidRequestError(f"rollout_id: {rollout_id!r} is taken by line {first} already; ids must differ")
         self._explicit[rollout_id] = number
 
-    def _parse(self, number: int, line: bytes) -> tuple[RolloutRequest, bool]:
-        task = _object(line)
-        explicit = "rollout_id" in task
-        if self.samples > 1 and "sample_index" in task:
+    def _parse(self, task: Task) -> tuple[RolloutRequest, bool]:
+        given = _object(task.line)
+        explicit = "rollout_id" in given
+        if self.samples > 1 and "sample_index" in given:
             raise InvalidRequestError(f"sample_index: given, while {self.samples} samples are asked for; drop one")
         try:
-            request = RolloutRequest.parse(self.defaults.fill({"example_id": number} | task))
+            request = RolloutRequest.parse(self.defaults.fill({"example_id": task.number} | given))
             request.to_json()  # its size and its nesting: refused now, not when half of the file is submitted
         except InvalidRequestError as error:
             hint = "model: missing; give it in the line, or for all lines with --model"

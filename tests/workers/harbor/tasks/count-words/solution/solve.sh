@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -w < /app/text/poem.txt | tr -d ' ' > /app/count.txt
