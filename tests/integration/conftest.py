@@ -3,67 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from emulators.prime import PrimeEmulator
+from fleets import SYSTEMS, Agents, fleet_on
 
 from producer import Producer, RolloutRequest, RolloutResult
 from producer.settings import ProducerSettings
-from workers.local import LocalStack, StackOptions
-
-LEASE_TTL = 2.0
-
-
-@dataclass
-class Agents:
-    """Agents that note their start in a file and run until they are released."""
-
-    directory: Path
-    _writer: int | None = None
-
-    def __post_init__(self) -> None:
-        os.mkfifo(self.directory / "wait")
-
-    def command(self) -> str:
-        # Reading one byte from a FIFO costs nothing while it waits, unlike a loop around sleep.
-        return f"echo $OPENAI_BASE_URL >> {self.directory}/started; head -c 1 {self.directory}/wait > /dev/null"
-
-    def starts(self) -> list[str]:
-        """Return the base URL of every agent that was started: one line for each start."""
-        path = self.directory / "started"
-        return path.read_text().split() if path.exists() else []
-
-    def release(self) -> None:
-        """Let the agents end, those that start later too."""
-        self._writer = os.open(self.directory / "wait", os.O_RDWR)
-        os.write(self._writer, b"." * 4096)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            os.close(self._writer)
+from workers.local import LocalStack
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    agents = Agents(tmp_path)
-    yield agents
-    agents.close()
+def agents() -> Iterator[Agents]:
+    # Not below /tmp: a sandbox of the platform has a /tmp of its own.
+    with tempfile.TemporaryDirectory(prefix="rollouts-agents-", dir="/var/tmp") as directory:
+        agents = Agents(Path(directory))
+        yield agents
+        agents.close()
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def systems(request: pytest.FixtureRequest) -> str:
+    """What a test's rollouts run on; a test that needs only one names it with ``indirect``."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def fleet(systems: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalStack, PrimeEmulator | None]]:
     """One worker, for tests that do not break it."""
-    options = StackOptions(
-        concurrency=50,
-        log_dir=tmp_path_factory.mktemp("logs"),
-        settings={"ROLLOUTS_LEASE_TTL": str(LEASE_TTL), "ROLLOUTS_SECRET_ENV": "TEST_SECRET", "TEST_SECRET": "s3cret!"},
-    )
-    with LocalStack(options) as stack:
-        yield stack
+    settings = {"ROLLOUTS_SECRET_ENV": "TEST_SECRET", "TEST_SECRET": "s3cret!"}
+    with fleet_on(systems, tmp_path_factory.mktemp(systems), concurrency=50, settings=settings) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def stack(fleet: tuple[LocalStack, PrimeEmulator | None]) -> LocalStack:
+    return fleet[0]
+
+
+@pytest.fixture
+def sandboxes_left(fleet: tuple[LocalStack, PrimeEmulator | None]) -> Callable[[], list[object]]:
+    """Return what is left of sandboxes, live."""
+    stack, emulator = fleet
+
+    def left() -> list[object]:
+        if emulator:
+            return [*emulator.leaked()["sandboxes"], *emulator.leaked()["processes"]]
+        homes = stack.directory / "sandboxes"
+        return [path for home in homes.glob("*") if home.is_dir() for path in home.iterdir()]
+
+    return left
 
 
 def requests(count: int, **fields: Any) -> list[RolloutRequest]:

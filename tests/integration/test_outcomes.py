@@ -1,9 +1,13 @@
-"""Every way a rollout can end, on a real fleet: real processes, a real gateway, a real Redis-protocol server."""
+"""Every way a rollout can end, on a real fleet: real processes, a real gateway, a real Redis-protocol server.
+
+The whole module runs on each of `conftest.SYSTEMS`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +94,7 @@ def test_a_stdout_of_5_mb_keeps_head_and_tail(run: Any) -> None:
 def test_an_unknown_environment_is_an_invalid_request_that_names_those_there_are(run: Any) -> None:
     kind, message = error_of(one(run, environment="os:system"))
     assert kind is ErrorKind.INVALID_REQUEST
-    assert "'os:system' is not known to this worker, which has command, demo" in message
+    assert "'os:system' is not known to this worker, which has command, demo, harbor" in message
 
 
 def test_a_missing_run_command_is_an_invalid_request(run: Any) -> None:
@@ -233,7 +237,9 @@ def test_hostile_requests_end_as_invalid_request_results(stack: LocalStack, carr
 # -- cancelling --------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_rollout_is_cancelled_at_once_and_cleans_up(stack: LocalStack, agents: Any) -> None:
+def test_a_running_rollout_is_cancelled_at_once_and_cleans_up(
+    stack: LocalStack, agents: Any, sandboxes_left: Callable[[], list[object]]
+) -> None:
     async def scenario() -> RolloutResult:
         async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(30):
             handle = await producer.submit(request(run_command=agents.command()))
@@ -245,7 +251,7 @@ def test_a_running_rollout_is_cancelled_at_once_and_cleans_up(stack: LocalStack,
     assert result.stop_condition is StopCondition.CANCELLED
     assert result.error is not None
     assert (result.error.kind, result.error.phase) == (ErrorKind.CANCELLED, Phase.AGENT)
-    assert list((stack.directory / "sandboxes").rglob(str(result.sandbox_id))) == []
+    assert sandboxes_left() == []
 
 
 def test_celerys_own_revoke_cancels_too(stack: LocalStack, agents: Any) -> None:
@@ -270,7 +276,7 @@ def test_inspect_active_shows_running_rollouts_and_no_request(stack: LocalStack,
             await asyncio.to_thread(wait_until, agents.starts)
             app = Celery(set_as_current=False)
             app.config_from_object(broker.celery_config(stack.redis_url))
-            active = await asyncio.to_thread(app.control.inspect(timeout=5).active)
+            active = await asyncio.to_thread(app.control.inspect(timeout=1).active)
             app.close()
             assert handle.rollout_id in json.dumps(active)
             agents.release()
@@ -281,12 +287,11 @@ def test_inspect_active_shows_running_rollouts_and_no_request(stack: LocalStack,
     assert "do-not-show" not in json.dumps(active)
 
 
-def test_nothing_is_left_after_all_that(stack: LocalStack) -> None:
+def test_nothing_is_left_after_all_that(stack: LocalStack, sandboxes_left: Callable[[], list[object]]) -> None:
     client = redis.Redis.from_url(stack.redis_url)
     wait_until(lambda: client.zcard(broker.RUNNING) == client.zcard(broker.PENDING) == 0)
     assert client.hlen("unacked") == 0
-    sandboxes = stack.directory / "sandboxes"
-    wait_until(lambda: not [p for d in sandboxes.glob("*") if d.is_dir() for p in d.iterdir()], what="no sandbox")
+    wait_until(lambda: not sandboxes_left(), what="no sandbox")
     log = Path(stack.logs["worker1"]).read_text()
     for stage in (
         "start register_rollout resolve_tunnel_local_addr start_tunnel create_sandbox start_agent "

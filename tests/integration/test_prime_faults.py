@@ -1,0 +1,341 @@
+"""What goes wrong on the platform while rollouts run, and that none of it loses a turn, a rollout, or money.
+
+The first part is every item under "what it gets wrong" of the measurements of the system that this follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from emulators.prime import PrimeEmulator
+from fleets import fleet_on
+from support import wait_until
+
+from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer.contract import ErrorKind, Phase, StopCondition
+from producer.settings import ProducerSettings
+from workers.local import LocalStack
+
+#: Seconds between health checks: the real 30 are too long for a test.
+INTERVAL = 1.0
+NOTHING_LEAKED = {"sandboxes": [], "tunnels": [], "processes": []}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[tuple[LocalStack, PrimeEmulator]]:
+    settings = {"ROLLOUTS_TUNNEL_CHECK_INTERVAL": str(INTERVAL), "ROLLOUTS_POLL_INTERVAL": "0.5"}
+    with fleet_on("prime", tmp_path, concurrency=120, settings=settings) as (stack, emulator):
+        assert emulator is not None
+        yield stack, emulator
+        wait_until(lambda: not emulator.leaked()["sandboxes"], what="no sandbox")
+
+
+class Runs:
+    """Submits rollouts, and collects their results while the test breaks things."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self.url = stack.redis_url
+
+    def __call__(self, *wanted: RolloutRequest, meanwhile: Callable[[], object] = lambda: None) -> list[RolloutResult]:
+        async def scenario() -> list[RolloutResult]:
+            async with Producer(ProducerSettings(redis_url=self.url)) as producer, asyncio.timeout(60):
+                batch = await producer.submit_many(wanted)
+                breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
+                results = [result async for result in batch]
+                await breaking
+                return results
+
+        return asyncio.run(scenario())
+
+
+@pytest.fixture
+def runs(fleet: tuple[LocalStack, PrimeEmulator]) -> Runs:
+    return Runs(fleet[0])
+
+
+@pytest.fixture
+def platform(fleet: tuple[LocalStack, PrimeEmulator]) -> PrimeEmulator:
+    return fleet[1]
+
+
+def request(**fields: Any) -> RolloutRequest:
+    return RolloutRequest.parse({"model": "stand-in", "prompt": "hi", **fields})
+
+
+def requests(count: int, **fields: Any) -> list[RolloutRequest]:
+    return [request(example_id=n, **fields) for n in range(count)]
+
+
+# -- what the system that this follows gets wrong ----------------------------------------------------------------------
+
+
+def test_100_rollouts_survive_a_kill_of_frpc_in_their_first_attempt(
+    platform: PrimeEmulator, runs: Runs, agents: Any
+) -> None:
+    def kill() -> None:
+        wait_until(lambda: len(agents.starts()) == 100, timeout=45, what="100 agents past their first call")
+        before = platform.tunnels()
+        platform.kill_frpc()
+        wait_until(lambda: platform.tunnels()[0]["status"] != "connected", what="the URL to break")
+        agents.release()
+        wait_until(lambda: platform.tunnels()[0]["status"] == "connected", what="the restart")
+        assert [t["url"] for t in platform.tunnels()] == [t["url"] for t in before], "the same URL"
+
+    results = runs(*requests(100, run_command=agents.patient()), meanwhile=kill)
+
+    assert [(r.stop_condition, r.attempt, len(r.trajectory)) for r in results] == [
+        (StopCondition.COMPLETED, 1, 2)
+    ] * 100
+    assert platform.requests()["create_tunnel"] == 1
+
+
+def test_100_rollouts_of_a_deleted_tunnel_fail_with_their_turns_and_complete_on_the_next(
+    platform: PrimeEmulator, runs: Runs, agents: Any, fleet: tuple[LocalStack, PrimeEmulator]
+) -> None:
+    """However alive the new tunnel is: the old one's URL is gone, so its rollouts can never finish."""
+    noticed: list[float] = []
+
+    def delete() -> None:
+        wait_until(lambda: len(agents.starts()) == 100, timeout=45, what="100 agents past their first call")
+        client = redis.Redis.from_url(fleet[0].redis_url)
+        platform.delete_tunnel()
+        began = client.time()[0] + client.time()[1] / 1e6
+        wait_until(lambda: client.zcard(broker.DELAYED) + client.zcard(broker.RUNNING) == 100)
+        wait_until(
+            lambda: sum(bool(client.hget(key, "history")) for key in client.scan_iter(broker.job_key("*"))) == 100,
+            what="100 failed attempts",
+        )
+        noticed.append(client.time()[0] + client.time()[1] / 1e6 - began)
+        agents.release()
+
+    wanted = requests(100, run_command=agents.patient(patience=30))
+    results = runs(*wanted, meanwhile=delete)
+
+    assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
+    assert {(r.attempt, len(r.trajectory)) for r in results} == {(2, 2)}
+    failed = [attempt for r in results for attempt in r.failed_attempts]
+    assert len(failed) == 100
+    old, new = platform.tunnels()
+    for attempt in failed:
+        assert attempt.error.kind is ErrorKind.TUNNEL
+        assert old["tunnel_id"] in attempt.error.message
+        assert attempt.error.detail, "frpc's own words"
+        assert (attempt.turns, len(attempt.trajectory)) == (1, 1)
+        assert attempt.trajectory[0]["tokens"]["completion_ids"]
+    assert {r.tunnel_id for r in results} == {new["tunnel_id"]}
+    assert noticed[0] < 2 * INTERVAL + 3, "two intervals, and what 100 clean-ups take on this machine"
+
+
+def test_a_tunnel_that_cannot_be_restarted_keeps_the_turns_of_its_rollouts(
+    platform: PrimeEmulator, runs: Runs, agents: Any
+) -> None:
+    def kill_for_good() -> None:
+        wait_until(lambda: len(agents.starts()) == 3)
+        platform.delete_tunnel()
+        platform.limit_tunnels(0)
+
+    results = runs(*requests(3, run_command=agents.patient(), max_attempts=1), meanwhile=kill_for_good)
+
+    for result in results:
+        assert result.error is not None
+        assert result.error.kind is ErrorKind.TUNNEL
+        assert (result.stop_condition, len(result.trajectory)) == (StopCondition.HAS_ERROR, 1)
+        assert result.completion
+    platform.limit_tunnels(100)
+
+
+def test_a_tunnel_that_only_the_platform_knows_to_be_down_is_restarted(
+    platform: PrimeEmulator, runs: Runs, agents: Any
+) -> None:
+    """Its frpc lives and says nothing; two looks at the platform's record say that it is disconnected."""
+
+    def disconnect() -> None:
+        wait_until(lambda: len(agents.starts()) == 5)
+        platform.disconnect_tunnel()
+        agents.release()
+
+    results = runs(*requests(5, run_command=agents.patient()), meanwhile=disconnect)
+    assert [(r.stop_condition, r.attempt, len(r.trajectory)) for r in results] == [(StopCondition.COMPLETED, 1, 2)] * 5
+
+
+def test_a_gateway_that_is_away_for_a_moment_when_the_trajectory_is_fetched_loses_nothing(
+    fleet: tuple[LocalStack, PrimeEmulator], runs: Runs, agents: Any
+) -> None:
+    stack, platform = fleet
+    gateway = next(child for child in stack._children if child.name == "gateway")
+
+    def pause() -> None:
+        wait_until(lambda: len(agents.starts()) == 3)
+        gateway.process.send_signal(signal.SIGSTOP)
+        agents.release()
+        wait_until(lambda: platform.requests().get("read_file", 0) >= 1, what="the agents' end")
+        gateway.process.send_signal(signal.SIGCONT)
+
+    results = runs(*requests(3, run_command=agents.patient(calls=0)), meanwhile=pause)
+    assert [(r.stop_condition, len(r.trajectory)) for r in results] == [(StopCondition.COMPLETED, 1)] * 3
+
+
+def test_a_restarted_gateway_costs_an_attempt_and_no_rollout(
+    fleet: tuple[LocalStack, PrimeEmulator], runs: Runs, agents: Any
+) -> None:
+    stack, _ = fleet
+
+    def restart() -> None:
+        wait_until(lambda: len(agents.starts()) == 3)
+        gateway = next(child for child in stack._children if child.name == "gateway")
+        command, environment = gateway.process.args, dict(os.environ)
+        environment |= {"ROLLOUTS_GATEWAY_CONTROL_KEY": stack.control_key, "ROLLOUTS_GATEWAY_UPSTREAM": stack.upstream}
+        gateway.process.kill()
+        gateway.process.wait()
+        import subprocess
+
+        gateway.process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)  # type: ignore[arg-type]
+        agents.release()
+
+    results = runs(*requests(3, run_command=agents.patient(patience=1)), meanwhile=restart)
+    assert [(r.stop_condition, r.attempt, len(r.trajectory)) for r in results] == [(StopCondition.COMPLETED, 2, 2)] * 3
+    assert {a.error.kind for r in results for a in r.failed_attempts} <= {ErrorKind.GATEWAY, ErrorKind.MODEL}
+
+
+@pytest.mark.parametrize("code", [7, 127])
+def test_an_agent_that_exits_without_a_turn_is_an_error_and_keeps_the_prompt(runs: Runs, code: int) -> None:
+    (result,) = runs(request(run_command=f"exit {code}"))
+    assert result.error is not None
+    assert (result.error.kind, result.agent_exit_code) == (ErrorKind.AGENT, code)
+    assert result.prompt == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("fault", [{"delay": 2.0}, {"hang": "after"}])
+def test_rollouts_that_are_cancelled_while_their_sandboxes_are_created_leave_nothing(
+    fleet: tuple[LocalStack, PrimeEmulator], fault: dict[str, Any]
+) -> None:
+    stack, platform = fleet
+    platform.fault("create_sandbox", times=None, **fault)
+
+    async def scenario() -> list[RolloutResult]:
+        async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(45):
+            handles = [await producer.submit(r) for r in requests(20, run_command="true")]
+            await asyncio.to_thread(wait_until, lambda: platform.requests().get("create_sandbox", 0) >= 20)
+            for handle in handles:
+                await handle.cancel()
+            return [await handle.result() for handle in handles]
+
+    results = asyncio.run(scenario())
+    assert {r.stop_condition for r in results} == {StopCondition.CANCELLED}
+    platform.clear_faults()
+    wait_until(lambda: not platform.leaked()["sandboxes"], what="every sandbox to be deleted")
+
+
+@pytest.mark.parametrize("drop", ["before", "after"])
+def test_a_creation_whose_answer_is_lost_makes_one_sandbox(platform: PrimeEmulator, runs: Runs, drop: Any) -> None:
+    platform.fault("create_sandbox", drop=drop, times=1)
+    (result,) = runs(request(run_command="true"))
+    assert (result.stop_condition, result.attempt) == (StopCondition.COMPLETED, 1)
+    assert len(platform.sandboxes()) == 1
+
+
+@pytest.mark.parametrize(("status", "words"), [(402, "billing"), (422, "422")])
+def test_what_no_second_attempt_can_change_is_not_tried_again(
+    platform: PrimeEmulator, runs: Runs, status: int, words: str
+) -> None:
+    platform.fault("create_sandbox", status=status, times=None)
+    (result,) = runs(request(run_command="true"))
+    assert result.error is not None
+    assert (result.error.kind, result.error.retryable, result.attempt) == (ErrorKind.SANDBOX, False, 1)
+    assert words in f"{result.error.message} {result.error.detail}"
+    assert platform.requests()["create_sandbox"] == 1
+
+
+@pytest.mark.parametrize("fault", [{"status": 500}, {"status": 503}, {"status": 429}, {"drop": "after"}])
+def test_one_poll_that_fails_costs_no_rollout(
+    platform: PrimeEmulator, runs: Runs, agents: Any, fault: dict[str, Any]
+) -> None:
+    platform.fault("job_statuses", times=2, **fault)
+
+    def release() -> None:
+        wait_until(lambda: len(agents.starts()) == 5)
+        wait_until(lambda: platform.requests().get("job_statuses", 0) >= 3, what="a poll after the failed ones")
+        agents.release()
+
+    results = runs(*requests(5, run_command=agents.command()), meanwhile=release)
+    assert [(r.stop_condition, r.attempt) for r in results] == [(StopCondition.COMPLETED, 1)] * 5
+
+
+def test_everything_that_a_worker_makes_carries_its_labels_and_a_lifetime(platform: PrimeEmulator, runs: Runs) -> None:
+    """A killed worker cannot clean up; what it leaves behind is found by label, and the platform ends it in time."""
+    deadlines = dict.fromkeys(("register", "tunnel", "sandbox", "setup", "agent", "trajectory", "score", "cleanup"), 60)
+    (result,) = runs(request(run_command="true", labels=["mine"], deadlines=deadlines))
+    (sandbox,) = platform.sandboxes()
+    assert {"mine", "fleet:fleet", f"rollout:{result.rollout_id}", "attempt:1"} <= set(sandbox["labels"])
+    assert f"worker:{result.worker}" in sandbox["labels"]
+    assert 8 <= sandbox["timeout_minutes"] <= 12
+    (tunnel,) = platform.tunnels()
+    assert {"fleet:fleet", f"worker:{result.worker}"} <= set(tunnel["labels"])
+
+
+# -- what else the platform can do -------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_that_runs_out_of_memory_names_it_and_keeps_the_turns(
+    platform: PrimeEmulator, runs: Runs, agents: Any
+) -> None:
+    def kill() -> None:
+        wait_until(lambda: len(agents.starts()) == 1)
+        platform.end_sandbox(error_type="OOM_KILLED", message="out of memory")
+
+    (result,) = runs(request(run_command=agents.patient(), max_attempts=1), meanwhile=kill)
+    assert result.error is not None
+    assert (result.error.kind, result.error.phase) == (ErrorKind.SANDBOX, Phase.AGENT)
+    assert "memory" in result.error.message
+    assert len(result.trajectory) == 1
+
+
+def test_a_sandbox_that_dies_mid_run_is_replaced(platform: PrimeEmulator, runs: Runs, agents: Any) -> None:
+    def kill() -> None:
+        wait_until(lambda: len(agents.starts()) == 1)
+        platform.end_sandbox(error_type=None, message="the host went away")
+        wait_until(lambda: len(agents.starts()) == 2, what="the second attempt")
+        agents.release()
+
+    (result,) = runs(request(run_command=agents.patient()), meanwhile=kill)
+    assert (result.stop_condition, result.attempt, len(result.trajectory)) == (StopCondition.COMPLETED, 2, 2)
+    (failed,) = result.failed_attempts
+    assert (failed.error.kind, failed.turns) == (ErrorKind.SANDBOX, 1)
+
+
+def test_an_image_that_cannot_be_pulled_names_it(platform: PrimeEmulator, runs: Runs) -> None:
+    platform.image("no/such:image", pull_fails=True)
+    (result,) = runs(request(run_command="true", image="no/such:image"))
+    assert result.error is not None
+    assert (result.error.kind, result.error.phase, result.attempt) == (ErrorKind.SANDBOX, Phase.SANDBOX, 1)
+    assert "no/such:image" in result.error.message
+
+
+def test_the_request_decides_image_resources_team_and_options(platform: PrimeEmulator, runs: Runs) -> None:
+    wanted = request(
+        image="my/image:1",
+        run_command="echo $GREETING",
+        start_command="sleep infinity",
+        env={"GREETING": "hello"},
+        resources={"cpu_cores": 2, "memory_gb": 3, "disk_gb": 7, "gpu_count": 1, "gpu_type": "H100_80GB"},
+        team_id="team-1",
+        advanced={"shape": "round"},
+    )
+    (result,) = runs(wanted)
+    assert result.agent_stdout == "hello\n"
+    (sandbox,) = platform.sandboxes()
+    assert sandbox["docker_image"] == "my/image:1"
+    assert sandbox["team_id"] == "team-1"
+    assert sandbox["advanced_configs"] == {"shape": "round"}
+    assert sandbox["environment_vars"]["GREETING"] == "hello"
+    assert "OPENAI_API_KEY" not in sandbox["environment_vars"], "it is a secret"
+    assert "OPENAI_API_KEY" in sandbox["secrets"]
+    shown = {name: sandbox["resources"][name] for name in ("cpu_cores", "memory_gb", "disk_size_gb", "gpu_count")}
+    assert shown == {"cpu_cores": 2, "memory_gb": 3, "disk_size_gb": 7, "gpu_count": 1}
