@@ -55,7 +55,7 @@ class WorkerSettings(BaseSettings):
         default=50, gt=0, description="Sandboxes that one worker process has created at one time."
     )
     sandbox_creates_per_minute: float = Field(
-        default=600.0, gt=0, description="Sandboxes that the whole fleet has created in a minute."
+        default=3000.0, gt=0, description="Sandboxes that the whole fleet has created in a minute."
     )
     tunnel_starts_per_minute: float = Field(
         default=512.0,

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from producer.contract import Phase
 from workers.aio import off_the_clock, uninterrupted
+from workers.connections import ManyConnections
 from workers.errors import GatewayError
-from workers.gateway.connections import ManyConnections
 from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration, Trajectory, rollout_path
 
 logger = logging.getLogger(__name__)

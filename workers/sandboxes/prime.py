@@ -161,9 +161,9 @@ class _OnLoop:
     async def aclose(self) -> None:
         """Delete, finish, disconnect; everything is bounded."""
         try:
+            await self.lifecycle.aclose()  # first: what it creates meanwhile is open then
             await self._delete_all()
             await self.polls.aclose(SandboxError("the provider of Prime sandboxes is closed"))
-            await self.lifecycle.aclose()
             async with asyncio.timeout(CLOSE_LIMIT):
                 await self.platform.aclose()
                 if self.redis:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 import orjson
 
-from workers.gateway.connections import ManyConnections
+from workers.connections import ManyConnections
 from workers.gateway.server.errors import UpstreamError
 
 CONNECT_TIMEOUT = 10.0
