@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -52,6 +53,46 @@ async def off_the_clock() -> AsyncIterator[None]:
         for clock, seconds in stopped:
             if not clock.expired():
                 clock.reschedule(loop.time() + seconds)
+
+
+class Turnstile:
+    """Lets ``per_turn`` callers through in each turn of the event loop, and the others in the turns after it, in order.
+
+    Hundreds who all go on at once, because one answer was about all of them, would hold up everybody else for as long
+    as their next steps take together. This limits the length of a turn, not how many are under way.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = self._left = per_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._armed = False
+
+    async def __call__(self) -> None:
+        """Go through, in this turn if there is room in it."""
+        loop = asyncio.get_running_loop()
+        if self._left and not self._waiting:
+            self._left -= 1
+            self._arm(loop)
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        self._arm(loop)
+        await turn
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._armed:
+            self._armed = True
+            loop.call_soon(self._next_turn, loop)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._armed, self._left = False, self._per_turn
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < self._per_turn:
+            self._arm(loop)
 
 
 async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:

@@ -22,7 +22,7 @@ class ManyConnections(AiohttpTransport):
 
     def __init__(self, *, keepalive_expiry: float, tls: ssl.SSLContext | None = None) -> None:
         tls = tls or ssl.create_default_context()  # one for all connections: it takes 20 ms to make
-        super().__init__(verify=tls, client=lambda: _session(tls, keepalive_expiry))
+        super().__init__(verify=tls, client=lambda: session(keepalive_expiry, tls))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send ``request``; raises httpx's own errors for what can happen on the way."""
@@ -36,8 +36,11 @@ class ManyConnections(AiohttpTransport):
             raise httpx.RemoteProtocolError(str(error), request=request) from error
 
 
-def _session(tls: ssl.SSLContext, keepalive_expiry: float) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=keepalive_expiry)
+def session(keepalive_expiry: float, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+    """Return an aiohttp session like that of `ManyConnections`, for calls that need nothing of httpx: a third again."""
+    connector = aiohttp.TCPConnector(
+        limit=0, ssl=tls or ssl.create_default_context(), keepalive_timeout=keepalive_expiry
+    )
     # Nothing of one rollout's answers may go into another one's requests.
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 

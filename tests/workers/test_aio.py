@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workers.aio import deadline, first_of, off_the_clock, uninterrupted
+from workers.aio import Turnstile, deadline, first_of, off_the_clock, uninterrupted
 
 
 def test_the_clocks_of_all_deadlines_stop_while_waiting_and_go_on_with_what_was_left() -> None:
@@ -112,3 +112,43 @@ def test_first_of_cancels_the_others_and_raises_what_the_first_raised() -> None:
     assert cancelled == ["other"]
     assert asyncio.run(first_of(asyncio.sleep(0), for_ever(), timeout=5)) is True
     assert asyncio.run(first_of(for_ever(), timeout=0.01)) is False
+
+
+def test_a_turnstile_lets_a_few_through_in_each_turn_of_the_loop_in_order() -> None:
+    async def scenario() -> list[list[int]]:
+        turnstile = Turnstile(3)
+        turns: list[list[int]] = [[]]
+
+        async def go(number: int) -> None:
+            await turnstile()
+            turns[-1].append(number)
+
+        tasks = [asyncio.create_task(go(number)) for number in range(8)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turns.append([])
+        await turnstile()  # there is room again, later on
+        return [turn for turn in turns if turn]
+
+    turns = asyncio.run(scenario())
+    assert [number for turn in turns for number in turn] == list(range(8))
+    assert max(map(len, turns)) == 3
+
+
+def test_who_is_cancelled_before_a_turnstile_takes_nobodys_turn() -> None:
+    async def scenario() -> list[int]:
+        turnstile = Turnstile(1)
+        through: list[int] = []
+
+        async def go(number: int) -> None:
+            await turnstile()
+            through.append(number)
+
+        tasks = [asyncio.create_task(go(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return through
+
+    assert asyncio.run(scenario()) == [0, 3]

@@ -7,15 +7,17 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any, NoReturn
 
-import httpx
+import aiohttp
 import orjson
 from pydantic import ValidationError
+from yarl import URL
 
 from producer.contract import Phase
-from workers.aio import off_the_clock, uninterrupted
-from workers.connections import ManyConnections
+from workers.aio import Turnstile, off_the_clock, uninterrupted
+from workers.connections import session
 from workers.errors import GatewayError
 from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration, Trajectory, rollout_path
 
@@ -27,9 +29,12 @@ KEEPALIVE_EXPIRY = 15.0
 CONNECT_TIMEOUT = 5.0
 #: Connections to gateways; more calls than that wait their turn.
 MAX_CONNECTIONS = 100
+#: Calls that begin in one turn of the event loop.
+PER_TURN = 4
 RETRIES = 3
 DETAIL_LIMIT = 500
-_DROPPED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_DROPPED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionError)
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 
 
@@ -59,7 +64,6 @@ class HttpGateway:
         *,
         control_key: str | None = None,
         timeout: float = 30.0,
-        client: httpx.AsyncClient | None = None,
         cleanup_timeout: float = 15.0,
         trajectory_wait: float = 5.0,
         retry_delay: float = 0.1,
@@ -70,10 +74,11 @@ class HttpGateway:
         self._trajectory_wait = trajectory_wait
         self._retry_delay = retry_delay
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._client = client or httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)),
-            transport=ManyConnections(keepalive_expiry=KEEPALIVE_EXPIRY),
+        self._turnstile = Turnstile(PER_TURN)
+        self._times = aiohttp.ClientTimeout(
+            total=None, sock_read=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT), connect=None
         )
+        self._session: aiohttp.ClientSession | None = None  # made on the loop that uses it
 
     @asynccontextmanager
     async def registered(
@@ -96,8 +101,8 @@ class HttpGateway:
 
     async def fetch_trajectory(self, gateway_url: str, rollout_id: str) -> Trajectory:
         """Return what was recorded so far; tens of megabytes for long rollouts."""
-        url = f"{_url(gateway_url, rollout_id)}/trajectory"
-        content = await self._repeat("GET", url, params={"wait": f"{self._trajectory_wait:g}"})
+        url = f"{_url(gateway_url, rollout_id)}/trajectory?wait={self._trajectory_wait:g}"
+        content = await self._repeat("GET", url)
         try:
             return Trajectory.model_validate(orjson.loads(content))
         except (orjson.JSONDecodeError, ValidationError) as error:
@@ -117,14 +122,15 @@ class HttpGateway:
 
     async def aclose(self) -> None:
         """Close pooled connections."""
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def _register(self, gateway_url: str, rollout_id: str, registration: Registration, api_key: str) -> None:
         url = f"{_url(gateway_url, rollout_id)}/register"
         body = orjson.dumps(registration.model_dump(mode="json"))
         headers = {"content-type": "application/json", ROLLOUT_KEY_HEADER: api_key}
         try:
-            await self._call("POST", url, content=body, headers=headers)
+            await self._call("POST", url, data=body, headers=headers)
         except GatewayConnectionError as error:
             logger.info("registration of %s was dropped, trying once more: %s", rollout_id, error.detail)
         else:
@@ -132,7 +138,7 @@ class HttpGateway:
         # The lost call may have registered the rollout, and a second one would then be refused.
         await self.unregister(gateway_url, rollout_id)
         try:
-            await self._call("POST", url, content=body, headers=headers)
+            await self._call("POST", url, data=body, headers=headers)
         except GatewayStatusError as error:
             if error.status != 409:  # the lost call arrived late, between these two: registered all the same
                 raise
@@ -187,15 +193,26 @@ class HttpGateway:
         **request: Any,
     ) -> bytes:
         await self._take_slot()
+        if self._session is None:
+            self._session = session(keepalive_expiry=KEEPALIVE_EXPIRY)
         try:
-            response = await self._client.request(method, url, headers=self._headers | (headers or {}), **request)
-        except httpx.HTTPError as error:
+            call = self._session.request(
+                method,
+                URL(url, encoded=True),
+                headers=self._headers | (headers or {}),
+                timeout=self._times,
+                allow_redirects=False,
+                **request,
+            )
+            async with call as response:
+                body = await response.read()
+        except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
             self._raise_unanswered(url, error)
         finally:
             self._slots.release()
-        if response.is_success or (missing_ok and response.status_code == 404):
-            return response.content
-        raise _refused(url, response)
+        if response.ok or (missing_ok and response.status == 404):
+            return body
+        raise _refused(url, response.status, body)
 
     async def _take_slot(self) -> None:
         if self._slots.locked():
@@ -203,33 +220,37 @@ class HttpGateway:
                 await self._slots.acquire()
         else:
             await self._slots.acquire()
+        try:
+            await self._turnstile()
+        except BaseException:
+            self._slots.release()
+            raise
 
-    def _raise_unanswered(self, url: str, error: httpx.HTTPError) -> NoReturn:
+    def _raise_unanswered(self, url: str, error: Exception) -> NoReturn:
         detail = _head(f"{type(error).__name__}: {error}")
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        if isinstance(error, _UNREACHABLE):
             message = (
                 f"cannot connect to the rollout gateway for {url}; is it running there? "
                 "Workers take its address from the request's gateway_url, else from ROLLOUTS_GATEWAY_URL"
             )
             raise GatewayConnectionError(message, detail=detail) from None
+        if isinstance(error, TimeoutError):
+            message = f"the rollout gateway did not answer {url} within {self._timeout:g} s"
+            raise GatewayError(message, detail=detail) from None
         if isinstance(error, _DROPPED):
             message = f"the rollout gateway dropped the connection of {url}"
             raise GatewayConnectionError(message, detail=detail) from None
-        if isinstance(error, httpx.TimeoutException):
-            message = f"the rollout gateway did not answer {url} within {self._timeout:g} s"
-            raise GatewayError(message, detail=detail) from None
         raise GatewayError(f"the call of {url} failed: {detail}", detail=detail, retryable=False) from None
 
 
-def _refused(url: str, response: httpx.Response) -> GatewayStatusError:
+def _refused(url: str, status: int, body: bytes) -> GatewayStatusError:
     """Return the error for an answer that is no success.
 
     A 409 can be retried, because another attempt registers under another id; so can a 404, because a gateway that was
     restarted has forgotten its rollouts and another attempt registers a new one.
     """
-    status = response.status_code
-    said = _detail(response)
-    detail = _head(f"HTTP {status}: {response.text[:DETAIL_LIMIT]}")
+    said = _detail(status, body)
+    detail = _head(f"HTTP {status}: {body[:DETAIL_LIMIT].decode(errors='replace')}")
     messages = {
         404: f"the rollout gateway does not know {url} ({said}); it was restarted, or this is no rollout gateway",
         409: f"the rollout gateway has this rollout already ({said}): in use, or left over from a dead worker",
@@ -248,12 +269,12 @@ def _refused(url: str, response: httpx.Response) -> GatewayStatusError:
     return GatewayStatusError(message, status=status, detail=detail, retryable=retryable)
 
 
-def _detail(response: httpx.Response) -> str:
+def _detail(status: int, body: bytes) -> str:
     try:
-        body = orjson.loads(response.content)
+        answer = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return response.text[:200] or response.reason_phrase
-    detail = body.get("detail", body) if isinstance(body, dict) else body
+        return body[:200].decode(errors="replace") or HTTPStatus(status).phrase
+    detail = answer.get("detail", answer) if isinstance(answer, dict) else answer
     return detail if isinstance(detail, str) else orjson.dumps(detail).decode()[:200]
 
 

@@ -18,7 +18,7 @@ import httpx
 from prime_sandboxes import AsyncSandboxClient, BackgroundJob, CommandResponse, CreateSandboxRequest, ReadFileResponse
 from prime_sandboxes.sandbox import AsyncSandboxAuthCache
 
-from workers.aio import off_the_clock
+from workers.aio import Turnstile, off_the_clock
 from workers.errors import SandboxError
 from workers.prime import many_connections
 from workers.sandboxes.base import SandboxSpec
@@ -49,6 +49,8 @@ TRANSFER_LIMIT = 300.0
 RATE_LIMIT_DELAY = 10.0
 #: Files that are moved at one time.
 TRANSFERS = 32
+#: Calls that begin in one turn of the event loop: the SDK takes half a millisecond for each.
+PER_TURN = 4
 
 #: What a look at a job may find that is no answer of the sandbox itself, and may change.
 _UNCLEAR_CODES = {"RUNTIME_ERROR", "NOT_FOUND", "NOT_RUNNING"}
@@ -66,6 +68,7 @@ class Platform:
         self._rate_limit_delay = rate_limit_delay
         self._specs: dict[str, SandboxSpec] = {}
         self._transfers = asyncio.Semaphore(TRANSFERS)
+        self._turnstile = Turnstile(PER_TURN)
         self._sdk = AsyncSandboxClient(max_connections=2 * TRANSFERS, max_keepalive_connections=TRANSFERS)
         if not (hasattr(self._sdk, "_auth_cache") and hasattr(self._sdk, "_gateway_client")):
             raise RuntimeError("this version of prime-sandboxes is not made as 0.5 is, on which this code relies")
@@ -88,6 +91,7 @@ class Platform:
 
     async def create(self, request: CreateSandboxRequest, spec: SandboxSpec) -> tuple[str, str]:
         """Create a sandbox; returns its id and state. Raises also `RateLimitError`, for the caller to wait."""
+        await self._turnstile()
         async with platform_call("could not create a sandbox", CREATE_LIMIT, spec=spec):
             sandbox = await self._sdk.create(request)
         self._specs[sandbox.id] = spec
@@ -138,6 +142,7 @@ class Platform:
 
     async def delete(self, sandbox_id: str) -> None:
         """Delete a sandbox; one that is gone already is deleted."""
+        await self._turnstile()
         try:
             async with platform_call("could not delete a sandbox", DELETE_LIMIT):
                 await self._sdk.delete(sandbox_id)
@@ -274,6 +279,7 @@ class Platform:
         """Do ``call``, again after each 429 as far as ``limit`` goes: those are refused before anything is done."""
         end = asyncio.get_running_loop().time() + limit
         while True:
+            await self._turnstile()
             left = end - asyncio.get_running_loop().time()
             try:
                 async with platform_call(what, left, sandbox_id=sandbox_id, spec=self._specs.get(sandbox_id)):
