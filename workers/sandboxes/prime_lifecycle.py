@@ -38,6 +38,8 @@ LOOKS = (0.0, 2.0, 10.0, 30.0)
 REACH_LIMIT, DELETE_LIMIT = 120.0, 40.0
 #: Deletions of one worker at one time.
 CONCURRENT_DELETES = 20
+#: Seconds after which a sandbox is looked for whose creation nobody waits for any more.
+ANSWER_PATIENCE = 2.0
 #: Seconds that closing waits for what is left to be cleared up.
 CLOSE_LIMIT = 60.0
 #: What the platform gives a sandbox at most.
@@ -190,7 +192,7 @@ class Lifecycle:
 
     async def _clear_up(self, birth: _Birth) -> None:
         """Delete what a creation without an answer has made, if it has made anything."""
-        found = await self._late_answer(birth)
+        found = await self._made_without_answer(birth) or await self._late_answer(birth)
         looked = found is not None
         for delay in () if looked else LOOKS:
             await asyncio.sleep(delay)
@@ -207,6 +209,20 @@ class Lifecycle:
                 birth.label,
                 extra={"stage": "create_sandbox", "label": birth.label},
             )
+
+    async def _made_without_answer(self, birth: _Birth) -> list[str]:
+        """Look for the sandbox of a request that has no answer yet: a hung one may take a minute, and it costs money."""
+        if birth.asking is None or birth.asking.done():
+            return []
+        await asyncio.wait({birth.asking}, timeout=ANSWER_PATIENCE)
+        found: list[str] = []
+        if not birth.asking.done():
+            with suppress(SandboxError):
+                found = await self._platform.find(birth.label, birth.request.team_id)
+        if found:
+            birth.asking.cancel()
+            await asyncio.wait({birth.asking})
+        return found
 
     async def _late_answer(self, birth: _Birth) -> list[str] | None:
         """Return what the request that is still open has made, or None when that is not known."""

@@ -112,13 +112,14 @@ def test_closing_leaves_no_process_no_configuration_and_no_variable(emulator: An
             assert REAP_VARIABLE in os.environ
             return frpc_pids(emulator)
 
+    before = {id(thing) for thing in gc.get_objects() if isinstance(thing, httpx.AsyncClient)}
     (pid,) = scenario(backend(), story)
     assert not lives(pid)
     assert emulator.leaked() == NOTHING
     assert list((Path(emulator.home) / ".prime/tunnels").iterdir()) == []
     assert REAP_VARIABLE not in os.environ
     clients = [thing for thing in gc.get_objects() if isinstance(thing, httpx.AsyncClient)]
-    assert [client for client in clients if not client.is_closed] == []
+    assert [client for client in clients if not client.is_closed and id(client) not in before] == []
 
 
 # -- starts in each bad mood -------------------------------------------------------------------------------------------
