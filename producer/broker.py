@@ -31,6 +31,7 @@ HEALTH_QUEUE = "rollouts.health"  #: a fanout: every worker process is sent each
 RUN_ROLLOUT = "rollouts.run"
 SWEEP = "rollouts.sweep"
 CHECK_TUNNELS = "rollouts.check_tunnels"
+SWEEP_ORPHANS = "rollouts.sweep_orphans"
 
 #: kombu's Redis transport keeps one list per priority step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)
@@ -44,8 +45,15 @@ RUNNING = _PREFIX + "running"  #: sorted set of rollout ids that hold a lease, s
 CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
 WORKERS = _PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
 SWEPT = _PREFIX + "swept"  #: lock with an expiry that keeps the fleet to one sweep per interval
+LEDGER = _PREFIX + "ledger"  #: hash of "ID ATTEMPT" to JSON: attempts that are over and may have left something behind
+STRAYS = _PREFIX + "strays"  #: how many things of no attempt the last look by label could not delete
+ORPHANS_SWEPT = _PREFIX + "orphans-swept"  #: as `SWEPT`, for clearing the ledger
+LABELS_SWEPT = _PREFIX + "labels-swept"  #: as `SWEPT`, for the look by label
+FLEET_ID = _PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all that it creates
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
 
+#: After this an entry of the ledger is given up: no platform keeps a sandbox for more than a day.
+LEDGER_LIFE = timedelta(hours=25)
 #: How long a record, a batch's stream and a result outlive their last change.
 RESULT_TTL = timedelta(days=7)
 
@@ -180,7 +188,7 @@ def celery_config(redis_url: str) -> dict[str, Any]:
         "result_backend_max_sleep_between_retries_ms": 1000,
         "task_default_queue": QUEUE,
         "task_queues": [Queue(QUEUE), Queue(MAINTENANCE_QUEUE)],
-        "task_routes": {SWEEP: {"queue": MAINTENANCE_QUEUE}},
+        "task_routes": {SWEEP: {"queue": MAINTENANCE_QUEUE}, SWEEP_ORPHANS: {"queue": MAINTENANCE_QUEUE}},
         "task_acks_late": False,
         "task_track_started": False,
         "worker_prefetch_multiplier": 1,

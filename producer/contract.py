@@ -20,6 +20,8 @@ SCHEMA_VERSION: Literal[1] = 1
 
 #: An id is part of URLs, Redis keys, sandbox names and directory names: nothing in it may need quoting anywhere.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+#: Variables that lead an agent to its own rollout on the gateway, and open it.
+_RESERVED = {"OPENAI_API_KEY", "OPENAI_BASE_URL"}
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
@@ -245,6 +247,8 @@ class RolloutRequest(_Frozen):
 
     @model_validator(mode="after")
     def _secrets_are_names_only(self) -> Self:
+        if reserved := sorted(_RESERVED & set(self.secret_env)):
+            raise ValueError(f"{', '.join(reserved)}: given in secret_env, but it is what each rollout gets of its own")
         both = sorted(set(self.env) & set(self.secret_env))
         if both:
             raise ValueError(f"{', '.join(both)}: given in env and in secret_env; a secret is given by its name only")

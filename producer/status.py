@@ -16,7 +16,10 @@ from producer.connection import FleetConnection, redact
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """A moment of the fleet. ``running`` rollouts hold a lease; ``lapsed`` ones have lost it and await the sweep."""
+    """A moment of the fleet. ``running`` rollouts hold a lease; ``lapsed`` ones have lost it and await the sweep.
+
+    ``leaked`` counts attempts that may have left something behind, and things that could not be deleted.
+    """
 
     redis: str
     workers: list[dict[str, Any]] = field(default_factory=list)
@@ -25,6 +28,7 @@ class FleetStatus:
     delayed: int = 0
     running: int = 0
     lapsed: int = 0
+    leaked: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
@@ -44,6 +48,7 @@ class FleetStatus:
             "delayed": self.delayed,
             "running": self.running,
             "lapsed": self.lapsed,
+            "leaked": self.leaked,
             "phases": self.phases,
         }
 
@@ -57,7 +62,7 @@ class FleetStatus:
         if not self.workers:
             console.print("no worker is alive; start one with: rollouts worker")
         counts = Table("rollouts", "count", title=f"Redis at {self.redis}", title_justify="left")
-        for name in ("pending", "delayed", "running", "lapsed"):
+        for name in ("pending", "delayed", "running", "lapsed", "leaked"):
             counts.add_row(name, str(getattr(self, name)))
         for name, length in self.queues.items():
             counts.add_row(f"queue {name}", str(length))
@@ -82,11 +87,14 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         pipe.zcard(broker.DELAYED)
         pipe.zcount(broker.RUNNING, f"({now}", "+inf")
         pipe.zcount(broker.RUNNING, "-inf", now)
-        found = await pipe.execute()
+        pipe.hlen(broker.LEDGER)
+        pipe.get(broker.STRAYS)
+        *found, entries, strays = await pipe.execute()
         reports, counts = found[: len(names)], found[len(names) :]
         labels = [*(f"priority {step}" for step in broker.PRIORITY_STEPS), "maintenance"]
         queues = dict(zip(labels, counts, strict=False))
         workers = [_report(name, report) for name, report in zip(names, reports, strict=True)]
+        counts.append(entries + int(strays or 0))
         return FleetStatus(redact(connection.url), workers, queues, *counts[len(labels) :])
 
     return await connection.call(read)

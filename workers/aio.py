@@ -106,7 +106,7 @@ async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
-            if not task.done():
+            if not task.cancelled():  # by us, also when ``work`` ended in the same turn of the loop
                 cancelled = error
         except Exception:  # noqa: BLE001
             break  # raised below, from the task itself
@@ -125,14 +125,16 @@ async def _bounded(work: Awaitable[T], timeout: float | None) -> T:
 async def first_of(*works: Awaitable[object], timeout: float) -> bool:
     """Wait until one of ``works`` ends, then cancel the others; False when ``timeout`` seconds pass first.
 
-    Raises what the first one raised.
+    Raises what the first one raised; of several that end in the same turn of the loop, the one that is named first.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        return bool(done)
+        for task in tasks:
+            if task in done:
+                task.result()
+                return True
+        return False
     finally:
         for task in tasks:
             task.cancel()

@@ -35,6 +35,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
             # Only the queue: a route that names the exchange too loses the message, as its routing key is then empty.
             "task_routes": {
                 broker.SWEEP: {"queue": broker.MAINTENANCE_QUEUE},
+                broker.SWEEP_ORPHANS: {"queue": broker.MAINTENANCE_QUEUE},
                 broker.CHECK_TUNNELS: {"queue": broker.HEALTH_QUEUE},
             },
             "broker_transport": transport.NAME,
@@ -47,6 +48,11 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
                     "schedule": settings.lease_ttl / 4,
                     # Every worker sweeps as well, so a late one is worth nothing.
                     "options": {"queue": broker.MAINTENANCE_QUEUE, "expires": settings.lease_ttl},
+                },
+                "sweep-orphans": {
+                    "task": broker.SWEEP_ORPHANS,
+                    "schedule": settings.orphan_interval,
+                    "options": {"queue": broker.MAINTENANCE_QUEUE, "expires": settings.orphan_interval},
                 },
                 "check-tunnels": {
                     "task": broker.CHECK_TUNNELS,
@@ -63,6 +69,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     )
     fleet = Fleet(settings, app, os.environ if environ is None else environ)
     app.pool_lifespan = fleet.lifespan
+    app.pool_drain_timeout = settings.drain_timeout
     app.rollout_fleet = fleet
     register_tasks(app, fleet)
     signals.setup_logging.connect(_own_logging)

@@ -96,6 +96,26 @@ class Job:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _context: Any = None
 
+    @classmethod
+    def of(cls, pid: int, pool: Any, target: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Job:
+        """Make the job that Celery hands to ``pool``; ``given`` are its callbacks and time limits by Celery's names."""
+        name, task_id, request, *_rest = args
+        return cls(
+            pid=pid,
+            id=task_id,
+            request=request,
+            task=pool.app.tasks.get(name),
+            runner=pool,
+            target=target,
+            args=tuple(args),
+            on_accept=given.get("accept_callback"),
+            on_result=given.get("callback"),
+            on_error=given.get("error_callback"),
+            on_timeout=given.get("timeout_callback"),
+            soft_timeout=given.get("soft_timeout") or pool.options.get("soft_timeout"),
+            timeout=given.get("timeout") or pool.options.get("timeout"),
+        )
+
     def __repr__(self) -> str:
         # Without the request: its arguments may hold secrets.
         return f"<Job {self.pid} {self.id} {self.state}>"

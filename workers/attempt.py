@@ -134,6 +134,7 @@ class Cleanup:
 
     def _failed(self, error: RolloutError) -> None:
         error.retryable = False
+        self._rollout.leftovers = True
         log(self._rollout, "cleanup", "%s", error, level=logging.ERROR)
         self._rollout.fail(error.info(Phase.CLEANUP))
 
@@ -155,13 +156,17 @@ class Cleanup:
 
 
 def record_trajectory(rollout: Rollout, trajectory: Trajectory) -> None:
-    """Keep what the gateway recorded, and name what is wrong with it."""
+    """Keep what the gateway recorded."""
     rollout.trajectory = trajectory.trajectory
     rollout.prompt = trajectory.prompt
     rollout.completion = trajectory.completion
     rollout.is_truncated = trajectory.is_truncated
     rollout.metrics["model_calls"] = float(trajectory.num_turns)
     rollout.metrics["failed_model_calls"] = float(trajectory.failed_calls)
+
+
+def judge(rollout: Rollout, trajectory: Trajectory) -> None:
+    """Name what is wrong with what an agent has done."""
     agent_ended = rollout.agent_completed or rollout.agent_timed_out
     if agent_ended and not (trajectory.num_turns or trajectory.failed_calls or trajectory.in_flight):
         rollout.warnings.append(

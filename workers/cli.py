@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -21,6 +22,15 @@ __all__ = ["app", "main"]
 T = TypeVar("T")
 
 
+class LogLevel(StrEnum):
+    """Celery's log levels."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
 @app.command(rich_help_panel="Run the fleet")
 def worker(
     name: Annotated[str, typer.Option(help="Name of this worker process; the host is appended.")] = "worker",
@@ -28,14 +38,16 @@ def worker(
         int | None, typer.Option(min=1, help="Rollouts at one time; default: ROLLOUTS_CONCURRENCY, or 100.")
     ] = None,
     events: Annotated[bool, typer.Option(help="Send task events, for Flower.")] = False,
-    loglevel: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    loglevel: Annotated[LogLevel, typer.Option(help="How much to log.", case_sensitive=False)] = LogLevel.INFO,
 ) -> None:
     """Run a worker process until it is told to stop (as `celery -A workers worker`, without gossip and mingle)."""
     from producer import broker
     from workers.app import create_app
+    from workers.registry import check
     from workers.settings import WorkerSettings
 
     settings = _configured(WorkerSettings)
+    _configured(lambda: check(settings))
     celery_app = _configured(lambda: create_app(settings))
     _require_platform(settings)
     arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
@@ -43,7 +55,7 @@ def worker(
     arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--task-events"] if events else []
-    celery_app.worker_main(arguments)
+    raise typer.Exit(celery_app.worker_main(arguments) or 0)
 
 
 @app.command(rich_help_panel="Run the fleet")
@@ -59,6 +71,34 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         colour = {State.OK: "green", State.WARN: "yellow", State.FAIL: "red"}[finding.state]
         typer.echo(f"{typer.style(finding.state.value.rjust(4), fg=colour)}  {finding.check:<12}  {finding.message}")
     raise typer.Exit(any(finding.state is State.FAIL for finding in findings))
+
+
+@app.command(rich_help_panel="Run the fleet")
+def leaks(
+    delete: Annotated[bool, typer.Option("--delete", help="Delete all of it, and say what was deleted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Spare sandboxes and tunnels that are younger.")
+    ] = 120.0,
+) -> None:
+    """List what attempts that are over have left on the platform, its owner and age; status 1 if something is left."""
+    from redis import RedisError
+
+    from producer.cli import bad_usage
+    from workers.errors import RolloutError
+    from workers.leaks_report import find_leaks
+    from workers.settings import WorkerSettings
+
+    settings = _configured(WorkerSettings)
+    try:
+        cleared = _configured(lambda: asyncio.run(find_leaks(settings, delete=delete, grace=older_than)))
+    except RedisError as error:
+        bad_usage(f"Redis does not answer: {error}; check ROLLOUTS_REDIS_URL, and that the server runs")
+    except RolloutError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(cleared.as_dict()) if as_json else str(cleared))
+    raise typer.Exit(bool(cleared.left))
 
 
 @app.command(rich_help_panel="Run the fleet")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 import httpx
 import redis.asyncio
@@ -18,7 +19,7 @@ from redis.backoff import NoBackoff
 
 from producer.connection import redact
 from workers.prime import credentials
-from workers.registry import ConfigurationError, Environments, load
+from workers.registry import ConfigurationError, check
 from workers.settings import WorkerSettings
 
 #: Seconds that each check may take.
@@ -53,11 +54,11 @@ async def examine(settings: WorkerSettings, environ: Mapping[str, str] | None = 
     environ = os.environ if environ is None else environ
     checks: list[Callable[[], Awaitable[list[Finding]]]] = [
         lambda: _redis(settings.redis_url),
-        lambda: _environments(settings, environ),
+        lambda: _settings(settings, environ),
         lambda: _gateway(settings) if settings.use_gateway else _model(settings),
     ]
     if uses_platform(settings):
-        checks.append(platform)
+        checks.append(_platform)
     if settings.tunnel_provider == "prime":
         checks.append(_frpc)
     found = await asyncio.gather(*(_bounded(check()) for check in checks))
@@ -70,7 +71,11 @@ def uses_platform(settings: WorkerSettings) -> bool:
 
 
 async def platform() -> list[Finding]:
-    """Check the credentials and the address of the sandbox and tunnel platform, as the SDKs find them."""
+    """Check the credentials and the address of the sandbox and tunnel platform, as the SDKs find them; bounded."""
+    return await _bounded(_platform())
+
+
+async def _platform() -> list[Finding]:
     from prime_sandboxes import APIError, AsyncSandboxClient, PaymentRequiredError, UnauthorizedError
 
     account = credentials()
@@ -139,16 +144,21 @@ async def _redis(url: str) -> list[Finding]:
     return found
 
 
-async def _environments(settings: WorkerSettings, environ: Mapping[str, str]) -> list[Finding]:
+async def _settings(settings: WorkerSettings, environ: Mapping[str, str]) -> list[Finding]:
     try:
-        names = Environments(settings.environments).names()
-        for setting in ("sandbox_provider", "tunnel_provider"):
-            target = getattr(settings, setting)
-            if ":" in target:
-                load(target, setting=f"ROLLOUTS_{setting.upper()}")
+        names = check(settings).names()
     except ConfigurationError as error:
-        return [Finding("environments", State.FAIL, str(error))]
-    found = [Finding("environments", State.OK, ", ".join(names))]
+        return [Finding("settings", State.FAIL, str(error))]
+    providers = f"{settings.sandbox_provider} sandboxes, {settings.tunnel_provider} tunnels"
+    found = [Finding("settings", State.OK, f"{providers}; environments {', '.join(names)}")]
+    host = urlsplit(settings.gateway_url).hostname or ""
+    reached_directly = settings.tunnel_provider == "direct" and settings.sandbox_provider == "prime"
+    if reached_directly and (not settings.use_gateway or host in {"localhost", "127.0.0.1", "::1"}):
+        message = (
+            "sandboxes elsewhere cannot reach a gateway on this host's loopback address: set "
+            "ROLLOUTS_TUNNEL_PROVIDER=prime, or give the gateway an address that they can reach"
+        )
+        found.append(Finding("settings", State.FAIL, message))
     missing = [name for name in settings.secret_env if name not in environ]
     if missing:
         message = f"{', '.join(missing)}: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused"

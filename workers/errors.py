@@ -4,10 +4,9 @@ RolloutError
 ├── GatewayError          the rollout gateway refused or could not be reached
 ├── TunnelError           the tunnel did not start, died, or was replaced
 ├── SandboxError          the sandbox was not created, died, or a command in it could not be run
-├── AgentError            the agent could not be started
+├── AgentError            the agent could not be started, or exited with an error
 ├── ModelError            the model behind the gateway failed
 ├── EnvironmentHookError  a hook of the environment raised or took too long
-├── LeaseLostError        another worker owns the rollout now
 └── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
 """
 

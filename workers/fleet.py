@@ -31,18 +31,22 @@ from producer.contract import (
 )
 from workers import claims
 from workers.claims import about, invalid, refused
+from workers.environment import Environment
 from workers.errors import RolloutError
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
-from workers.metrics import MetricsServer, TunnelCollector
+from workers.ledger import Ledger
+from workers.metrics import LeakCollector, MetricsServer, TunnelCollector
+from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
-from workers.registry import Environments, Secrets
-from workers.rollout import run_rollout
+from workers.registry import Secrets, check
+from workers.rollout import Systems, run_rollout
 from workers.settings import WorkerSettings
 from workers.state import Rollout
 from workers.sweep import sweep
 from workers.systems import WorkerSystems
+from workers.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,6 @@ class Fleet:
     def __init__(self, settings: WorkerSettings, app: Celery, environ: Mapping[str, str]) -> None:
         self.settings = settings
         self.app = app
-        self.environments = Environments(settings.environments)
         self._secrets = Secrets(settings.secret_env, environ)
         self._running: dict[str, Rollout] = {}
         self._started_at = time.time()
@@ -69,14 +72,22 @@ class Fleet:
         """Hold everything that a worker process needs while its pool runs."""
         self.pool = pool
         self.worker = pool.hostname or f"worker@{socket.gethostname()}"
+        self.environments = check(self.settings)  # not earlier: beat needs none of it
         async with AsyncExitStack() as stack:
             self.store = stack.enter_context(connected(self.settings, self.app))
             self._threads = ThreadPoolExecutor(_REDIS_THREADS, thread_name_prefix="redis")
             stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             hooks = ThreadPoolExecutor(self.settings.hook_threads, thread_name_prefix="hook")
             asyncio.get_running_loop().set_default_executor(hooks)  # where `asyncio.to_thread` runs plain hooks
-            self.systems = await stack.enter_async_context(WorkerSystems(self.settings, self.worker))
-            stack.enter_context(MetricsServer(self.settings.metrics_port, TunnelCollector(self.systems.tunnels.report)))
+            self.ledger = Ledger(self.store.client, lease_ttl=self.settings.lease_ttl)
+            fleet_id = await self._when_redis_answers("the worker's start", self.ledger.fleet_id)
+            systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
+            self.systems = await stack.enter_async_context(systems)
+            self.orphans = Orphans(
+                self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
+            )
+            collectors = (TunnelCollector(self.systems.tunnels.report), LeakCollector(lambda: self.orphans.leaked))
+            stack.enter_context(MetricsServer(self.settings.metrics_port, *collectors))
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
@@ -85,6 +96,8 @@ class Fleet:
             )
             self.keeper.start()
             stack.push_async_callback(asyncio.get_running_loop().run_in_executor, self._threads, self.keeper.stop)
+            sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
+            self.sweep_orphans = await stack.enter_async_context(sweeps)
             yield
 
     def _keeper(self, store: JobStore) -> LeaseKeeper:
@@ -132,7 +145,7 @@ class Fleet:
         rollout = Rollout(request, gateway_url, secrets=secrets, **here)
         self._running[claim.rollout_id] = rollout
         try:
-            await run_rollout(rollout, environment, systems)
+            await self._run_on_ledger(rollout, environment, systems)
         except asyncio.CancelledError:
             condition = await self._cancelled(job, claim, rollout)
         else:
@@ -144,6 +157,17 @@ class Fleet:
                 claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id)
             )
         return rollout.result(condition)
+
+    async def _run_on_ledger(self, rollout: Rollout, environment: Environment, systems: Systems) -> None:
+        """Run the attempt; the ledger is told where its clean-up failed."""
+        try:
+            await run_rollout(rollout, environment, systems)
+        finally:
+            if rollout.leftovers:
+                rollout_id = rollout.request.rollout_id
+                await self._when_redis_answers(
+                    rollout_id, lambda: self.ledger.note(rollout_id, rollout.attempt, self.worker)
+                )
 
     async def _cancelled(self, job: Job, claim: Claim, rollout: Rollout) -> StopCondition:
         """Decide what a cancelled attempt leaves behind, by who cancelled it; raises `Ignore` where that is nothing."""
@@ -193,6 +217,12 @@ class Fleet:
         """Do one round of health checks of this process's tunnels."""
         await self.systems.check_tunnels()
 
+    async def _sweep_orphans(self) -> None:
+        try:
+            await self.orphans.take_turn(trusted=self.keeper.trusts_leases)
+        except redis.RedisError as error:
+            logger.warning("no sweep for orphans, Redis does not answer: %s", error, extra={"stage": "orphans"})
+
     def _end_early(self, rollout_id: str, renewal: Renewal) -> None:
         self.claims.end_early(rollout_id, renewal)
 
@@ -220,8 +250,9 @@ class Fleet:
             "loop_lag_ms": self.pool.info["loop-lag-ms"],
             "environments": self.environments.names(),
             "tunnels": self.systems.tunnels.report(),
+            "leaked": self.orphans.leaked,
             "started_at": self._started_at,
-            "state": "running",
+            "state": "draining" if self.pool.closing else "running",
         }
 
 

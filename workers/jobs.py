@@ -140,6 +140,7 @@ class JobStore:
                     broker.RUNNING,
                     broker.stream_key(batch_id),
                     broker.result_key(rollout_id),
+                    broker.LEDGER,
                 ],
                 args=[
                     rollout_id,
@@ -169,7 +170,7 @@ class JobStore:
         self, rollout_id: str, attempt: int, worker: str, priority: int, how: HandBack, mode: str
     ) -> Requeue:
         queue = broker.queue_key(priority)
-        keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue]
+        keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue, broker.LEDGER]
         args: list[Any] = [rollout_id, attempt, mode, int(how.counts), int(how.delay * 1000), int(how.front)]
         args += [self._message(rollout_id, priority), history_line(attempt, worker, how)]
         args += [broker.pending_base(priority), packed(how.turns)]

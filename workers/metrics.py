@@ -43,6 +43,18 @@ class TunnelCollector(Collector):
         yield from (alive, generation, restarts, rollouts)
 
 
+class LeakCollector(Collector):
+    """Tells how much may have been left over in the whole fleet; ``leaked`` returns what is known of that."""
+
+    def __init__(self, leaked: Callable[[], int]) -> None:
+        self._leaked = leaked
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge."""
+        what = "Attempts of the fleet that may have left something behind, and things that could not be deleted."
+        yield GaugeMetricFamily("rollouts_leaked", what, value=self._leaked())
+
+
 class MetricsServer:
     """Serves ``/metrics`` on this host's loopback address while it is entered; port 0 serves nothing."""
 
@@ -54,7 +66,14 @@ class MetricsServer:
 
     def __enter__(self) -> Self:
         if self.port:
-            self._server, self._thread = start_http_server(self.port, addr=HOST, registry=self.registry)
+            try:
+                self._server, self._thread = start_http_server(self.port, addr=HOST, registry=self.registry)
+            except OSError as error:
+                # Rollouts matter more: two workers of one host may have been given the same port.
+                words = "no metrics: ROLLOUTS_METRICS_PORT=%d cannot be listened on (%s); each worker needs its own"
+                logger.warning(words, self.port, error.strerror)
+                self.port = 0
+                return self
             logger.info("metrics at http://%s:%d/metrics", HOST, self.port)
         return self
 

@@ -24,6 +24,8 @@ import asyncio
 import functools
 import itertools
 import logging
+import math
+import signal
 import sys
 import time
 from collections import deque
@@ -52,7 +54,7 @@ from workers.asynctask import (
     refusal_of,
     run_coroutine,
 )
-from workers.threads import LoopLag, LoopThread, Mailbox, Tracers, calm_garbage_collector
+from workers.threads import LoopLag, LoopThread, Mailbox, Tracers, calm_garbage_collector, signal_handled
 
 __all__ = ["AsyncTask", "AsyncioPool", "CancelReason", "Job", "LoopLag", "RunState", "current_job"]
 
@@ -82,6 +84,8 @@ class AsyncioPool(BasePool):
     task_join_will_block = True
     body_can_be_buffer = True
 
+    #: Seconds that jobs have to end in a warm shutdown, before it becomes a cold one; ``app.pool_drain_timeout``.
+    drain_timeout: float = math.inf
     #: Threads on which tracers store results and ordinary tasks run.
     tracer_threads = 4
     #: Seconds that coroutines have for their clean-up in a cold shutdown.
@@ -110,6 +114,11 @@ class AsyncioPool(BasePool):
         """The worker's node name."""
         _app, hostname = self.options.get("initargs") or (None, None)
         return hostname
+
+    @property
+    def closing(self) -> bool:
+        """Whether the worker shuts down: what runs may end, and nothing new is taken."""
+        return self._closing
 
     @property
     def lag(self) -> LoopLag:
@@ -143,6 +152,7 @@ class AsyncioPool(BasePool):
         # The loop's thread computes; the others wait on sockets, and then on it. With Python's 5 ms they, and what they
         # bring, would wait that long each time.
         sys.setswitchinterval(self.switch_interval)
+        self.drain_timeout = getattr(self.app, "pool_drain_timeout", self.drain_timeout)
         self._loop.start()
         self._tracers.start(self.tracer_threads)
 
@@ -184,36 +194,17 @@ class AsyncioPool(BasePool):
         target: Callable[..., Any],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-        *,
-        accept_callback: Callable[..., object] | None = None,
-        callback: Callable[..., object] | None = None,
-        error_callback: Callable[..., object] | None = None,
-        timeout_callback: Callable[..., object] | None = None,
-        soft_timeout: float | None = None,
-        timeout: float | None = None,
-        **_: Any,
+        **given: Any,
     ) -> Job:
-        """Take a task from Celery, on Celery's thread. Of ``callback`` and ``error_callback`` one will be called.
+        """Take a task from Celery, on Celery's thread; ``given`` are its callbacks and time limits.
+
+        Of ``callback`` and ``error_callback`` one will be called.
 
         Exceptions are a job that is never accepted because the worker shuts down or loses its connection, whose message
         the broker restores, and one that exceeds its hard time limit, of which ``timeout_callback`` tells.
         """
-        name, task_id, request, *_rest = args
-        job = Job(
-            pid=next(self._numbers),
-            id=task_id,
-            request=request,
-            task=self.app.tasks.get(name),
-            runner=self,
-            target=functools.partial(target, **kwargs) if kwargs else target,
-            args=tuple(args),
-            on_accept=accept_callback,
-            on_result=callback,
-            on_error=error_callback,
-            on_timeout=timeout_callback,
-            soft_timeout=soft_timeout or self.options.get("soft_timeout"),
-            timeout=timeout or self.options.get("timeout"),
-        )
+        tracer = functools.partial(target, **kwargs) if kwargs else target
+        job = Job.of(next(self._numbers), self, tracer, args, given)
         if self._closing:
             return job
         if (refusal := refusal_of(job)) is not None:
@@ -356,13 +347,16 @@ class AsyncioPool(BasePool):
     def on_stop(self) -> None:
         """Shut down warmly: drop what waits, and return when every running job has ended and Celery was told.
 
-        SIGQUIT or a second SIGINT makes it a cold shutdown: Celery then calls this from within its signal handler,
-        which must not wait, for the thread that it interrupted may hold any lock. Whoever it interrupted does.
+        SIGQUIT or a second SIGINT or SIGTERM makes it a cold shutdown, and so does the end of `drain_timeout`: what
+        still runs is cancelled. Celery calls this also from within its signal handler, which must not wait, for the
+        thread that it interrupted may hold any lock. Whoever it interrupted does.
         """
         if in_signal_handler() or worker_state.should_terminate:
             self._begin_cold_shutdown()
         if not in_signal_handler():
-            self._shut_down()
+            # Celery's own handler does nothing about a second SIGTERM.
+            with signal_handled(signal.SIGTERM, self._begin_cold_shutdown):
+                self._shut_down()
 
     def on_terminate(self) -> None:
         """Shut down coldly: cancel every coroutine, and give their clean-up `shutdown_grace` seconds."""
@@ -388,7 +382,13 @@ class AsyncioPool(BasePool):
     def _shut_down(self) -> None:
         self._closing = True
         self.flush()
+        drained_by = time.monotonic() + self.drain_timeout
         while self._jobs and self._loop.thread.is_alive():
+            if self._deadline is None and time.monotonic() > drained_by:
+                logger.warning(
+                    "%d tasks still run after %.0f s: they are cancelled", len(self._jobs), self.drain_timeout
+                )
+                self._begin_cold_shutdown()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 left = ", ".join(job.id for job in list(self._jobs.values()))
                 logger.error("Shut down without these tasks, %s s after cancelling them: %s", self.shutdown_grace, left)

@@ -6,6 +6,8 @@ import os
 import ssl
 import tempfile
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +17,8 @@ import httpx
 
 from workers.connections import ManyConnections
 
+#: The longest that one `Retry-After` may stop us, in seconds: after that we ask again.
+LONGEST_WAIT = 120.0
 #: Seconds that an idle connection is kept: fewer than servers usually do, so that none closes as a request goes out.
 KEEPALIVE = 3.0
 
@@ -48,9 +52,24 @@ def credentials() -> Credentials:
     url = urlsplit(config.base_url)
     if not key:
         problem = f"no API key: set PRIME_API_KEY, or log in with `prime login` ({config.config_file})"
+    elif not key.isprintable() or key != key.strip():
+        problem = f"the API key from {source} holds a space or a line break: it was not copied as it is"
     elif url.scheme not in {"http", "https"} or not url.hostname:
         problem = f"PRIME_API_BASE_URL: {config.base_url!r} is not an http(s) URL"
     return Credentials(config.base_url, config.team_id, key, source if key else "", problem)
+
+
+def seconds_to_wait(retry_after: str | None, default: float) -> float:
+    """Read a ``Retry-After``: seconds or a date, ``default`` where it is neither, and at most `LONGEST_WAIT`."""
+    value = (retry_after or "").strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+        except (ValueError, TypeError):
+            seconds = default
+    return min(max(0.0, seconds), LONGEST_WAIT) if seconds == seconds else default  # noqa: PLR0124 - not a number
 
 
 def private_folder() -> Path:

@@ -73,6 +73,26 @@ def load(target: str, *, setting: str) -> object:
         raise ConfigurationError(f"{setting}: module {module!r} has no {attribute!r}") from None
 
 
+def check(settings: WorkerSettings) -> Environments:
+    """Look whether all that ``settings`` name is there, without making any of it; raises `ConfigurationError`.
+
+    Returns the environments, whose modules are imported for that.
+    """
+    if not settings.use_gateway and not settings.model_url:
+        raise ConfigurationError(
+            "ROLLOUTS_USE_GATEWAY is false, and there is no ROLLOUTS_MODEL_URL: name the model server to which this "
+            "worker passes model calls, such as http://host:8000/v1"
+        )
+    for setting, own in (("sandbox_provider", "local"), ("tunnel_provider", "direct")):
+        named = getattr(settings, setting)
+        variable = f"ROLLOUTS_{setting.upper()}"
+        if ":" in named:
+            load(named, setting=variable)
+        elif named not in {own, "prime"}:
+            raise ConfigurationError(f"{variable}: {named!r} is not known; give {own}, prime, or MODULE:FACTORY")
+    return Environments(settings.environments)
+
+
 def sandbox_provider(settings: WorkerSettings) -> SandboxProvider:
     """Make the sandbox provider that the settings name."""
     if settings.sandbox_provider == "local":

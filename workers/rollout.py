@@ -9,20 +9,21 @@ this code never carries model traffic. Stage names in the log are those of the r
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from producer.contract import Phase
 from workers.aio import first_of
-from workers.attempt import Cleanup, in_phase, log, quietly, record_trajectory, salvaged
+from workers.attempt import Cleanup, in_phase, judge, log, quietly, record_trajectory, salvaged
 from workers.environment import Environment, reward_and_metrics
 from workers.errors import (
     AgentError,
     RolloutError,
     TunnelError,
 )
-from workers.gateway.protocol import Gateway, Registration, rollout_path
+from workers.gateway.protocol import Gateway, Registration, Trajectory, rollout_path
 from workers.hooks import call_hook, derive
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxProvider, SandboxSpec
 from workers.state import Rollout
@@ -92,6 +93,8 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
                     trajectory = await gateway.fetch_trajectory(rollout.gateway_url, rollout.gateway_id)
                     record_trajectory(rollout, trajectory)
                     log(rollout, "fetch_trajectory", "%d turns", trajectory.num_turns)
+                    await _confirm_tunnel(rollout, tunnel, trajectory)
+                    judge(rollout, trajectory)
 
                 async with in_phase(rollout, Phase.SCORE):
                     rollout.reward, metrics = reward_and_metrics(await call_hook(environment, "score", rollout))
@@ -155,19 +158,38 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
             job = await sandbox.start_job(command)
     except TimeoutError:
         raise AgentError(f"the sandbox did not start the agent within {_START_TIMEOUT:.0f} s", retryable=True) from None
+    rollout.agent_started_at = time.monotonic()
     log(rollout, "start_agent", "agent started")
 
     deadline = rollout.request.deadlines.agent
     log(rollout, "wait_for_agent_completion", "waiting up to %.0f s", deadline)
     try:
-        ended = await first_of(job.wait(), tunnel.broken(), timeout=deadline)
+        ended = await first_of(job.ended(), tunnel.broken(), timeout=deadline)
     except TunnelError as error:
         log(rollout, "tunnel_died", "%s", error)
         raise
+    rollout.agent_ended_at = time.monotonic()
     rollout.agent_timed_out = not ended
     rollout.agent_completed = ended
     await _record_output(rollout, job.wait() if ended else job.output())
     log(rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)")
+
+
+async def _confirm_tunnel(rollout: Rollout, tunnel: TunnelLease, trajectory: Trajectory) -> None:
+    """Raise `TunnelError` if the agent may have ended because its tunnel did not serve.
+
+    An agent that gives up at its first failed call ends before anybody hears of the outage, perhaps with exit code 0
+    and half of its turns. One that made a call after the outage has come through it.
+    """
+    if not rollout.agent_completed:
+        return
+    idle = trajectory.idle_seconds
+    heard = rollout.agent_started_at if idle is None else time.monotonic() - idle
+    try:
+        await tunnel.confirm(since=heard, until=rollout.agent_ended_at)
+    except TunnelError as error:
+        log(rollout, "tunnel_died", "%s", error)
+        raise
 
 
 async def _record_output(rollout: Rollout, reading: Awaitable[CommandResult | None]) -> None:

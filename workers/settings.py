@@ -65,6 +65,11 @@ class WorkerSettings(BaseSettings):
     tunnel_check_interval: float = Field(
         default=30.0, gt=0, description="Seconds between health checks of a worker's tunnels."
     )
+    orphan_interval: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds between sweeps for what dead workers and failed clean-ups have left on the platform.",
+    )
     poll_interval: float = Field(
         default=5.0, gt=0, description="Longest seconds between two looks at whether an agent has ended."
     )
@@ -81,6 +86,9 @@ class WorkerSettings(BaseSettings):
         default=64, gt=0, description="Plain (not async) hooks of environments that run at one time, each in a thread."
     )
 
+    drain_timeout: float = Field(
+        default=300.0, ge=0, description="Seconds that rollouts have to end at a SIGTERM, before they are handed over."
+    )
     metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port on 127.0.0.1 that serves /metrics for Prometheus; 0 for none."
     )

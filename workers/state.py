@@ -61,6 +61,9 @@ class Rollout:
     agent_completed: bool = False
     agent_timed_out: bool = False
     agent_exit_code: int | None = None
+    #: When the agent was started and when it had ended, in `time.monotonic` seconds.
+    agent_started_at: float = 0.0
+    agent_ended_at: float = 0.0
     agent_stdout: str = ""
     agent_stderr: str = ""
 
@@ -72,6 +75,8 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: ErrorInfo | None = None
+    #: Whether the clean-up failed, so that a sandbox or a registration may be left over.
+    leftovers: bool = False
     #: What the attempts before this one left in the record.
     failed_attempts: list[FailedAttempt] = field(default_factory=list)
 

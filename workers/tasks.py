@@ -47,6 +47,11 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
         """Requeue what dead workers left behind."""
         fleet.sweep()
 
+    @app.task(base=AsyncTask, name=broker.SWEEP_ORPHANS, ignore_result=True, shared=False)
+    async def sweep_orphans() -> None:
+        """Delete what dead workers and failed clean-ups have left on the platform."""
+        await fleet.sweep_orphans()
+
     @app.task(base=AsyncTask, name=broker.CHECK_TUNNELS, ignore_result=True, shared=False)
     async def check_tunnels() -> None:
         """Have this worker process look after its tunnels; every process is sent one of these."""

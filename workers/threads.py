@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -55,6 +56,19 @@ class LoopLag:
     def summary(self) -> dict[str, float]:
         """Return last, p50, p99 and max."""
         return {"last": self.last, "p50": self.percentile(50), "p99": self.percentile(99), "max": self.max}
+
+
+@contextmanager
+def signal_handled(number: signal.Signals, handle: Callable[[], object]) -> Iterator[None]:
+    """Call ``handle()`` when the signal comes, instead of what else would; does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, lambda *_: handle())
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def calm_garbage_collector() -> None:

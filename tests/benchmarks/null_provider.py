@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from workers.sandboxes.base import BackgroundJob, CommandResult, Sandbox, SandboxSpec
+from workers.sandboxes.base import BackgroundJob, CommandResult, FoundSandbox, Sandbox, SandboxSpec
 
 DONE = CommandResult(0)
 
@@ -23,6 +23,9 @@ class NullJob:
     def __init__(self, ends: asyncio.Event | None, after: float = 0.0) -> None:
         self._ends = ends
         self._after = after
+
+    async def ended(self) -> int:
+        return (await self.wait()).exit_code
 
     async def wait(self) -> CommandResult:
         if self._ends is not None:
@@ -74,6 +77,11 @@ class NullSandboxes:
         while self._release is not None and not self._release.exists():
             await asyncio.sleep(0.1)
         self._released.set()
+
+    async def find(self, labels: tuple[str, ...], team_id: str | None = None) -> list[FoundSandbox]:
+        return []
+
+    async def delete(self, sandbox_id: str) -> None: ...
 
     async def aclose(self) -> None:
         if self._watcher is not None:

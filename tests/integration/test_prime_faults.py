@@ -361,3 +361,31 @@ def test_the_request_decides_image_resources_team_and_options(platform: Platform
     assert "OPENAI_API_KEY" in sandbox["secrets"]
     shown = {name: sandbox["resources"][name] for name in ("cpu_cores", "memory_gb", "disk_size_gb", "gpu_count")}
     assert shown == {"cpu_cores": 2, "memory_gb": 3, "disk_size_gb": 7, "gpu_count": 1}
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("how", ["kill_frpc", "delete_tunnel"])
+def test_an_agent_that_gives_up_when_its_tunnel_fails_has_not_completed(
+    platform: Platform, runs: Runs, agents: Any, how: str, code: int
+) -> None:
+    """It does not try its failed call again, and ends before anybody hears of the outage, as if all were well."""
+
+    def break_it() -> None:
+        wait_until(lambda: len(agents.starts()) == 5)
+        getattr(platform, how)()
+        agents.release()
+
+    command = f"({agents.patient(patience=0)}) || exit {code}"
+    results = runs(*requests(5, run_command=command), meanwhile=break_it)
+
+    assert {(r.stop_condition, r.attempt, len(r.trajectory)) for r in results} == {(StopCondition.COMPLETED, 2, 2)}
+    failed = [attempt for r in results for attempt in r.failed_attempts]
+    assert {(a.error.kind, a.turns) for a in failed} == {(ErrorKind.TUNNEL, 1)}
+
+
+def test_an_agent_that_had_ended_before_its_tunnel_failed_has_completed(
+    platform: Platform, runs: Runs, agents: Any
+) -> None:
+    (result,) = runs(request(run_command=agents.patient(calls=0, patience=0)), meanwhile=agents.release)
+    platform.kill_frpc()
+    assert (result.stop_condition, result.attempt) == (StopCondition.COMPLETED, 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import redis
 from support import RedisServer, wait_until
 
@@ -26,7 +27,7 @@ TTL = 2.0
 
 @contextmanager
 def fleet(tmp_path: Path, **options: Any) -> Iterator[LocalStack]:
-    settings = {"ROLLOUTS_LEASE_TTL": str(TTL)}
+    settings = {"ROLLOUTS_LEASE_TTL": str(TTL), **options.pop("more_settings", {})}
     with LocalStack(StackOptions(log_dir=tmp_path / "logs", settings=settings, **options)) as stack:
         yield stack
 
@@ -207,6 +208,38 @@ def test_a_warm_shutdown_lets_running_rollouts_finish(tmp_path: Path, agents: An
 
         results = Collector(stack.redis_url, waiting_requests(3, agents.command())).collect(terminate)
         assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_drain_that_takes_too_long_hands_over_without_spending_an_attempt_and_exits_0(
+    tmp_path: Path, agents: Any, signals: int
+) -> None:
+    """With one SIGTERM after `drain_timeout`, with a second one at once."""
+    timeout = {"ROLLOUTS_DRAIN_TIMEOUT": "1" if signals == 1 else "60"}
+    with fleet(tmp_path, workers=2, concurrency=10, more_settings=timeout) as stack:
+        codes: list[int] = []
+
+        def drain_one() -> None:
+            wait_until(lambda: len(agents.starts()) == 6)
+            child = next(child for child in stack._children if child.name == "worker1")
+            client = redis.Redis.from_url(stack.redis_url)
+            status = broker.worker_key(psutil.Process(child.process.pid).cmdline()[5])
+            os.kill(child.process.pid, signal.SIGTERM)
+            wait_until(lambda: b'"draining"' in (client.get(status) or b""), what="the report to say so")
+            for _ in range(signals - 1):
+                os.kill(child.process.pid, signal.SIGTERM)
+            codes.append(child.process.wait(25))
+            agents.release()
+
+        requests = [r.model_copy(update={"max_attempts": 1}) for r in waiting_requests(6, agents.command())]
+        results = Collector(stack.redis_url, requests).collect(drain_one)
+
+        assert codes == [0]
+        assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
+        assert len(results) == 6
+        handed_over = [attempt for r in results for attempt in r.failed_attempts]
+        assert handed_over, "the drained worker held some"
+        assert {(a.counted, a.error.kind) for a in handed_over} == {(False, ErrorKind.LEASE)}
 
 
 def test_lapsed_leases_are_requeued_without_beat_and_while_every_slot_is_taken(tmp_path: Path, agents: Any) -> None:

@@ -124,3 +124,8 @@ def test_gpus_and_their_type_go_together(resources: dict[str, object]) -> None:
 def test_a_request_cannot_name_a_gateway_and_use_none() -> None:
     with pytest.raises(InvalidRequestError, match="a rollout uses a gateway or none"):
         RolloutRequest.parse({"model": "m", "gateway_url": "http://g:1", "use_gateway": False})
+
+
+def test_a_rollouts_own_key_cannot_be_replaced_by_a_secret() -> None:
+    with pytest.raises(InvalidRequestError, match="OPENAI_API_KEY: given in secret_env, but it is what each rollout"):
+        RolloutRequest.parse({"model": "m", "secret_env": ["OPENAI_API_KEY"]})

@@ -152,3 +152,30 @@ def test_who_is_cancelled_before_a_turnstile_takes_nobodys_turn() -> None:
         return through
 
     assert asyncio.run(scenario()) == [0, 3]
+
+
+def test_a_cancellation_in_the_turn_in_which_the_work_ends_is_not_lost() -> None:
+    async def scenario() -> bool:
+        ended = asyncio.get_running_loop().create_future()
+        outer = asyncio.create_task(uninterrupted(ended, None))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        ended.set_result(None)
+        await asyncio.sleep(0)  # the inner task ends now, and the outer one has yet to hear of it
+        outer.cancel()
+        await asyncio.wait({outer})
+        return outer.cancelled()
+
+    assert asyncio.run(scenario())
+
+
+def test_of_two_works_that_end_together_the_first_one_counts() -> None:
+    async def fail() -> None:
+        raise ValueError("too late")
+
+    async def succeed() -> None:
+        pass
+
+    assert asyncio.run(first_of(succeed(), fail(), timeout=5))
+    with pytest.raises(ValueError, match="too late"):
+        asyncio.run(first_of(fail(), succeed(), timeout=5))

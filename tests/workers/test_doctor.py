@@ -58,7 +58,7 @@ def test_all_is_well(own_redis: RedisServer, gateway: InterceptingGateway, accou
         tunnel_provider="prime",
     )
     assert {check: state for check, (state, _) in found.items()} == dict.fromkeys(
-        ("redis", "environments", "gateway", "platform", "frpc"), State.OK
+        ("redis", "settings", "gateway", "platform", "frpc"), State.OK
     )
     assert account.api_url in found["platform"][1]
     assert account.api_key not in str(found)
@@ -144,11 +144,12 @@ def test_a_model_server_that_is_not_there() -> None:
     assert "check ROLLOUTS_MODEL_URL" in found["model"][1]
     assert "gateway" not in found
     assert "set ROLLOUTS_MODEL_URL" in findings(use_gateway=False)["model"][1]
+    assert "there is no ROLLOUTS_MODEL_URL" in findings(use_gateway=False)["settings"][1]
 
 
 def test_environments_and_secrets_that_are_not_there() -> None:
     found = findings(environments="x=no.such:Thing", secret_env="HF_TOKEN")
-    assert "cannot import 'no.such'" in found["environments"][1]
+    assert "cannot import 'no.such'" in found["settings"][1]
     assert findings(secret_env="HF_TOKEN")["secrets"] == (
         State.WARN,
         "HF_TOKEN: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused",
@@ -180,3 +181,48 @@ def test_a_worker_whom_the_platform_refuses_takes_no_rollout(account: PrimeEmula
     ended = command("worker", ROLLOUTS_SANDBOX_PROVIDER="prime", PRIME_API_KEY="wrong")
     assert ended.returncode == 2
     assert "refuses the API key from PRIME_API_KEY (401)" in ended.stderr
+
+
+def test_a_key_with_a_line_break_is_named_and_not_shown(
+    account: PrimeEmulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIME_API_KEY", "half\nother-half")
+    state, message = prime()
+    assert state is State.FAIL
+    assert "the API key from PRIME_API_KEY holds a space or a line break" in message
+    assert "half" not in message
+
+
+def test_a_provider_that_is_not_known() -> None:
+    found = findings(sandbox_provider="primee")["settings"]
+    assert found == (
+        State.FAIL,
+        "ROLLOUTS_SANDBOX_PROVIDER: 'primee' is not known; give local, prime, or MODULE:FACTORY",
+    )
+
+
+def test_sandboxes_elsewhere_that_could_never_reach_the_gateway(account: PrimeEmulator) -> None:
+    found = findings(sandbox_provider="prime", gateway_url="http://127.0.0.1:1")["settings"]
+    assert found[0] is State.FAIL
+    assert "cannot reach a gateway on this host's loopback address" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"ROLLOUTS_SANDBOX_PROVIDER": "primee"}, "rollouts: ROLLOUTS_SANDBOX_PROVIDER: 'primee' is not known"),
+        ({"ROLLOUTS_USE_GATEWAY": "false"}, "rollouts: ROLLOUTS_USE_GATEWAY is false, and there is no"),
+        ({"ROLLOUTS_ENVIRONMENTS": "math=nomod:Math"}, "rollouts: ROLLOUTS_ENVIRONMENTS: cannot import 'nomod'"),
+    ],
+)
+def test_a_worker_with_wrong_settings_ends_with_one_sentence(variables: dict[str, str], words: str) -> None:
+    ended = command("worker", **variables)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(words)
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_beat_needs_nothing_of_what_workers_need() -> None:
+    code = "import workers; workers.celery.conf.beat_schedule"
+    variables = {"ROLLOUTS_ENVIRONMENTS": "math=nomod:Math"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True, timeout=60)

@@ -20,7 +20,7 @@ from workers.gateway.client import HttpGateway
 from workers.gateway.protocol import Registration
 from workers.interception import InterceptingGateway
 from workers.local import LocalStack, StackOptions
-from workers.registry import ConfigurationError
+from workers.registry import ConfigurationError, check
 from workers.settings import WorkerSettings
 from workers.systems import WorkerSystems
 
@@ -86,7 +86,7 @@ def test_a_request_decides_over_the_workers_setting(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_model_server_refuses_rollouts_without_a_gateway(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is no ROLLOUTS_MODEL_URL: name the model server"):
-        systems(use_gateway=False)
+        check(WorkerSettings(use_gateway=False))
 
     async def scenario() -> None:
         async with systems(sandbox_dir=tmp_path) as of:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -107,6 +108,10 @@ class Tunnel:
     def __init__(self, world: World) -> None:
         self.world = world
 
+    async def confirm(self, since: float, until: float) -> None:
+        await self.world.at("confirm")
+        assert since <= time.monotonic() >= until > 0
+
     async def broken(self) -> None:
         await self.world.tunnel_breaks.wait()
         raise TunnelError("tunnel tn-1 died", detail="frpc: EOF")
@@ -121,6 +126,9 @@ class Sandbox:
     async def start_job(self, command: str, **_: Any) -> Sandbox:
         await self.world.at("start_job")
         return self
+
+    async def ended(self) -> int:
+        return (await self.wait()).exit_code
 
     async def wait(self) -> CommandResult:
         await self.world.at("wait")
@@ -175,7 +183,7 @@ def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> No
     assert result.rollout_base_url == f"http://tunnel.test/v1/rollouts/{result.rollout_id}"
     assert (result.tunnel_id, result.tunnel_local_addr, result.sandbox_id) == ("tn-1", "gateway", "sb-1")
     assert set(result.durations) == {p.value for p in Phase}
-    order = ["register", "tunnel", "create", "start_job", "wait", "wait", "fetch", "execute"]
+    order = ["register", "tunnel", "create", "start_job", "wait", "wait", "fetch", "confirm", "execute"]
     assert world.calls == [*order, "delete", "untunnel", "unregister"]
     assert world.held == set()
 

@@ -230,7 +230,7 @@ class HttpGateway:
         detail = _head(f"{type(error).__name__}: {error}")
         if isinstance(error, _UNREACHABLE):
             message = (
-                f"cannot connect to the rollout gateway for {url}; is it running there? "
+                f"cannot connect to the rollout gateway at {url.partition('/v1/rollouts/')[0]}; is it running there? "
                 "Workers take its address from the request's gateway_url, else from ROLLOUTS_GATEWAY_URL"
             )
             raise GatewayConnectionError(message, detail=detail) from None

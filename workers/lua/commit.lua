@@ -1,5 +1,5 @@
 -- End a rollout in one step: store its result, mark it done, and announce it on its batch's stream. The first one wins.
--- KEYS: 1 job record, 2 running set, 3 stream of the batch, 4 key of the result
+-- KEYS: 1 job record, 2 running set, 3 stream of the batch, 4 key of the result, 5 the ledger
 -- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record, stream and result (s), 5 result,
 --       6 "owned" (by the worker that holds it) or "lapsed" (only when the lease lapsed)
 -- Returns 1 when this attempt is the one that ended it (also when it is told so twice), else 0.
@@ -22,6 +22,11 @@ redis.call('HSET', KEYS[1], 'state', 'done', 'outcome', ARGV[3], 'finished_ms', 
 for earlier = 1, tonumber(ARGV[2]) - 1 do redis.call('HDEL', KEYS[1], 'turns:' .. earlier) end
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
+if ARGV[6] == 'lapsed' then
+  -- Its worker cannot be trusted to clean up.
+  local worker = redis.call('HGET', KEYS[1], 'worker') or ''
+  redis.call('HSET', KEYS[5], ARGV[1] .. ' ' .. ARGV[2], cjson.encode({worker = worker, since_ms = now}))
+end
 redis.call('XADD', KEYS[3], '*', 'id', ARGV[1], 'outcome', ARGV[3])
 redis.call('EXPIRE', KEYS[3], ARGV[4])
 return 1

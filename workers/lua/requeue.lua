@@ -1,5 +1,5 @@
 -- Give a running rollout back: running with this attempt -> pending, and send its wake-up message in the same step.
--- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list
+-- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list, 6 the ledger
 -- ARGV: 1 rollout id, 2 attempt, 3 "lapsed" (only when the lease lapsed) or "owned" (by the worker that holds it),
 --       4 1 when the attempt counts, 0 when it does not, 5 delay (ms), 6 1 to put it at the queue's front,
 --       7 message, 8 line for the history, 9 score in the pending set with which its list's rollouts begin,
@@ -22,6 +22,11 @@ if record[6] then history = record[6] .. '\n' .. history end
 redis.call('HSET', KEYS[1], 'state', 'pending', 'spent', spent, 'history', history)
 if ARGV[10] ~= '' then redis.call('HSET', KEYS[1], 'turns:' .. ARGV[2], ARGV[10]) end
 redis.call('ZREM', KEYS[2], ARGV[1])
+if ARGV[3] == 'lapsed' then
+  -- Its worker cannot be trusted to clean up. In this step, so that no crash comes in between.
+  local worker = redis.call('HGET', KEYS[1], 'worker') or ''
+  redis.call('HSET', KEYS[6], ARGV[1] .. ' ' .. ARGV[2], cjson.encode({worker = worker, since_ms = now}))
+end
 if tonumber(ARGV[5]) > 0 then
   redis.call('ZADD', KEYS[4], now + ARGV[5], ARGV[1])
 else

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from producer.contract import Resources
+from workers.errors import SandboxError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,12 @@ class CommandResult:
 class BackgroundJob(Protocol):
     """A command that runs on in the sandbox while the worker waits."""
 
+    async def ended(self) -> int:
+        """Return the exit code as soon as it is known; raises `SandboxError` when the sandbox is gone."""
+        ...
+
     async def wait(self) -> CommandResult:
-        """Return when the command has ended; raises `SandboxError` when the sandbox is gone. May be called again."""
+        """Return how the command ended, with what it printed, which takes its time to read. May be called again."""
         ...
 
     async def output(self) -> CommandResult | None:
@@ -91,12 +96,32 @@ class Sandbox(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FoundSandbox:
+    """A sandbox that lives, whoever created it; ``created_at`` is in epoch seconds by the platform's clock."""
+
+    id: str
+    labels: tuple[str, ...]
+    created_at: float
+
+
 class SandboxProvider(Protocol):
     """Makes sandboxes."""
 
     def create(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         """Create a sandbox on entry, ready to use; delete it on exit, shielded from cancellation."""
         ...
+
+    async def find(self, labels: tuple[str, ...], team_id: str | None = None) -> list[FoundSandbox]:
+        """Return the living sandboxes that carry all of ``labels``, also those of other processes.
+
+        None where sandboxes end with the process that created them.
+        """
+        return []
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Delete a sandbox that was found, in one try; one that is gone already is deleted."""
+        raise SandboxError(f"no sandbox {sandbox_id!r} was found", retryable=False)
 
     async def aclose(self) -> None:
         """Release what the provider holds for itself."""

@@ -25,7 +25,7 @@ from workers.errors import SandboxError
 from workers.reaper import SANDBOX_VARIABLE, Reaper, kill_each, remove_tree
 from workers.sandboxes import files
 from workers.sandboxes.base import BackgroundJob, CommandResult, Sandbox, SandboxProvider, SandboxSpec
-from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, shell_line
+from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, headline, shell_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class LocalSandbox(Sandbox):
             group.kill()
             printed = await self.read_output(group, -1)
             raise SandboxError(
-                f"the command {_head(command)!r} exceeded its timeout of {timeout:g} s",
+                f"the command {headline(command)!r} exceeded its timeout of {timeout:g} s",
                 detail=f"{printed.stdout}\n{printed.stderr}".strip(),
             ) from None
         except BaseException:
@@ -286,7 +286,7 @@ class LocalSandbox(Sandbox):
             starting.add_done_callback(_kill_unwanted)
             raise
         except (OSError, ValueError) as error:
-            raise files.sandbox_error(f"could not start the command {_head(command)!r}", error) from None
+            raise files.sandbox_error(f"could not start the command {headline(command)!r}", error) from None
         self.check()
         return group
 
@@ -372,6 +372,10 @@ class _Job(BackgroundJob):
         self._group = group
         self._result: CommandResult | None = None
 
+    async def ended(self) -> int:
+        """Return the exit code."""
+        return (await self.wait()).exit_code
+
     async def wait(self) -> CommandResult:
         """Return how the command ended; raises `SandboxError` when the sandbox was deleted or expired before that."""
         if self._result is None:
@@ -390,8 +394,3 @@ def _kill_unwanted(starting: asyncio.Future[ProcessGroup]) -> None:
     """Kill what was started for a caller that was cancelled meanwhile."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().kill()
-
-
-def _head(command: str) -> str:
-    line = command.strip().partition("\n")[0]
-    return line if len(line) <= 80 else f"{line[:80]}..."

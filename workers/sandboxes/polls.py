@@ -7,6 +7,7 @@ request then does the asking.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ class Poller(Generic[K, V]):
         watch.waiters += 1
         try:
             return await asyncio.shield(watch.future)
+        except Exception as error:  # noqa: BLE001 - raised again
+            # A copy: what one look found may be the end of a hundred waits, and each adds its own to it.
+            raise copy.copy(error) from error.__cause__
         finally:
             watch.waiters -= 1
             if not watch.waiters and not watch.future.done():

@@ -29,7 +29,7 @@ from workers.aio import uninterrupted
 from workers.errors import SandboxError
 from workers.prime import credentials, private_folder
 from workers.sandboxes import files
-from workers.sandboxes.base import BackgroundJob, CommandResult, Sandbox, SandboxProvider, SandboxSpec
+from workers.sandboxes.base import BackgroundJob, CommandResult, FoundSandbox, Sandbox, SandboxProvider, SandboxSpec
 from workers.sandboxes.polls import Poller
 from workers.sandboxes.prime_client import JobKey, Platform
 from workers.sandboxes.prime_lifecycle import Lifecycle
@@ -96,6 +96,14 @@ class PrimeSandboxes(SandboxProvider):
             await uninterrupted(sandbox.delete_quietly(), timeout=None)
             raise
         await uninterrupted(sandbox.delete(), timeout=None)
+
+    async def find(self, labels: tuple[str, ...], team_id: str | None = None) -> list[FoundSandbox]:
+        """Return the living sandboxes of the account, or of ``team_id``, that carry all of ``labels``."""
+        return await self._here().platform.living(labels, team_id)
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Delete a sandbox in one try; raises `SandboxError` when it may be left."""
+        await self._here().platform.delete(sandbox_id)
 
     async def aclose(self) -> None:
         """Delete what is left of all sandboxes that were made on this event loop, then close its connections."""
@@ -318,13 +326,20 @@ class PrimeJob(BackgroundJob):
         self._key: JobKey = (sandbox.id, job_id)
         self._sandbox = sandbox
         self._here = here
+        self._exit_code: int | None = None
         self._result: CommandResult | None = None
 
-    async def wait(self) -> CommandResult:
-        """Return how the command ended; raises `SandboxError` when the sandbox was deleted or died before that."""
-        if self._result is None:
+    async def ended(self) -> int:
+        """Return the exit code; raises `SandboxError` when the sandbox was deleted or died before that."""
+        if self._exit_code is None:
             self._sandbox.check()
-            code = await self._here.polls.wait(self._key)
+            self._exit_code = await self._here.polls.wait(self._key)
+        return self._exit_code
+
+    async def wait(self) -> CommandResult:
+        """Return how the command ended, with what it printed."""
+        if self._result is None:
+            code = await self.ended()
             self._result = await read_output(self._here.platform, self._key, code, self._here.output_limit)
         return self._result
 

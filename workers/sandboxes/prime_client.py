@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from prime_sandboxes.sandbox import AsyncSandboxAuthCache
 from workers.aio import Turnstile, off_the_clock
 from workers.errors import SandboxError
 from workers.prime import many_connections
-from workers.sandboxes.base import SandboxSpec
+from workers.sandboxes.base import FoundSandbox, SandboxSpec
 from workers.sandboxes.polls import Answer, Ended, Failed, Unclear
 from workers.sandboxes.prime_errors import (
     ENDED_STATES,
@@ -47,6 +48,8 @@ COMMAND_GRACE = 15.0
 TRANSFER_LIMIT = 300.0
 #: Seconds to wait after a 429 that does not say for how long.
 RATE_LIMIT_DELAY = 10.0
+#: Sandboxes in one page of a list; the platform's limit.
+PAGE = 100
 #: Files that are moved at one time.
 TRANSFERS = 32
 #: Calls that begin in one turn of the event loop: the SDK takes half a millisecond for each.
@@ -136,9 +139,22 @@ class Platform:
 
     async def find(self, label: str, team_id: str | None) -> list[str]:
         """Return the ids of the living sandboxes that carry ``label``."""
-        async with platform_call(f"could not list the sandboxes of {label}", STATUS_LIMIT):
-            found = await self._sdk.list(team_id=team_id, labels=[label], exclude_terminated=True)
-        return [sandbox.id for sandbox in found.sandboxes]
+        return [sandbox.id for sandbox in await self.living((label,), team_id)]
+
+    async def living(self, labels: tuple[str, ...], team_id: str | None) -> list[FoundSandbox]:
+        """Return the living sandboxes that carry all of ``labels``."""
+        found: dict[str, FoundSandbox] = {}
+        page, more = 1, True
+        while more:
+            async with platform_call(f"could not list the sandboxes of {' '.join(labels)}", STATUS_LIMIT):
+                answer = await self._sdk.list(
+                    team_id=team_id, labels=list(labels), page=page, per_page=PAGE, exclude_terminated=True
+                )
+            for sandbox in answer.sandboxes:
+                found[sandbox.id] = FoundSandbox(sandbox.id, tuple(sandbox.labels), _epoch(sandbox.created_at))
+            page, more = page + 1, answer.has_next and bool(answer.sandboxes)
+        # What the platform means by a filter of labels is its own affair: what lacks one of them was not asked for.
+        return [sandbox for sandbox in found.values() if set(labels) <= set(sandbox.labels)]
 
     async def delete(self, sandbox_id: str) -> None:
         """Delete a sandbox; one that is gone already is deleted."""
@@ -149,7 +165,8 @@ class Platform:
         except SandboxError as error:
             if http_status(error.__cause__) not in {404, 410}:
                 raise
-        self._specs.pop(sandbox_id, None)
+        finally:
+            self._specs.pop(sandbox_id, None)  # it holds secrets
         await self._tokens.invalidate(sandbox_id)
 
     async def cause_of_death(self, sandbox_id: str) -> SandboxError | None:
@@ -330,6 +347,11 @@ class _TokensInMemory(AsyncSandboxAuthCache):
 
     async def _save_cache(self) -> None:
         """Write nothing."""
+
+
+def _epoch(moment: datetime) -> float:
+    """Return a time of the platform in epoch seconds; one that does not say where is meant in UTC."""
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _job(key: JobKey) -> BackgroundJob:

@@ -14,8 +14,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 import httpx
 from prime_sandboxes import (
@@ -31,6 +29,7 @@ from prime_sandboxes import (
 from pydantic import ValidationError
 
 from workers.errors import SandboxError
+from workers.prime import seconds_to_wait
 from workers.sandboxes.base import SandboxSpec
 
 #: States from which a sandbox does not come back.
@@ -157,15 +156,7 @@ def was_refused(error: SandboxError) -> bool:
 
 def retry_after(response: httpx.Response, default: float) -> float:
     """Return the seconds that a 429 wants us to wait: a number or a date, or ``default`` where it says nothing."""
-    value = response.headers.get("retry-after", "").strip()
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return default
+    return seconds_to_wait(response.headers.get("retry-after"), default)
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:

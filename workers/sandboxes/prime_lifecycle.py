@@ -211,7 +211,7 @@ class Lifecycle:
             )
 
     async def _made_without_answer(self, birth: _Birth) -> list[str]:
-        """Look for the sandbox of a request that has no answer yet: a hung one may take a minute, and it costs money."""
+        """Look for the sandbox of a request without an answer: a hung one takes a minute, and it costs money."""
         if birth.asking is None or birth.asking.done():
             return []
         await asyncio.wait({birth.asking}, timeout=ANSWER_PATIENCE)

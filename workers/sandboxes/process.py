@@ -230,3 +230,9 @@ class Census:
             await asyncio.wait([after])
         self._current, self._next = self._next, None
         return await asyncio.get_running_loop().run_in_executor(self._executor, carriers, self._variable)
+
+
+def headline(command: str) -> str:
+    """Return the head of a command's first line, for messages."""
+    line = command.strip().partition("\n")[0]
+    return line if len(line) <= 80 else f"{line[:80]}..."

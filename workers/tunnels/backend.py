@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from workers.errors import TunnelError
+from workers.tunnels.base import FoundTunnel
 
 
 class RegistrationGoneError(TunnelError):
@@ -101,6 +102,14 @@ class TunnelBackend(Protocol):
         """Delete every registration that carries ``label`` and return their number; raises `TunnelError`."""
         ...
 
+    async def find(self, label: str, *, timeout: float) -> list[FoundTunnel]:
+        """Return every living registration that carries ``label``; raises `TunnelError`."""
+        ...
+
+    async def delete(self, tunnel_id: str, *, timeout: float) -> None:
+        """Delete one registration, or find it gone; raises `TunnelError`."""
+        ...
+
     async def aclose(self) -> None:
         """Release what the backend holds for itself."""
         ...
@@ -126,6 +135,8 @@ class Limits:
     start_timeout: float = 25.0
     start_budget: float = 50.0
     start_attempts: int = 3
+    #: By how much an outage may have begun before the process or this pool hears of it.
+    notice: float = 5.0
     #: Delay before the second try; it doubles with each further one, up to the maximum, and is jittered.
     backoff: float = 0.5
     backoff_max: float = 15.0

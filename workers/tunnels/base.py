@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from workers.errors import TunnelError
 
 
 class TunnelLease(Protocol):
@@ -24,9 +27,25 @@ class TunnelLease(Protocol):
         """Host of the gateway that the tunnel leads to."""
         ...
 
+    async def confirm(self, since: float, until: float) -> None:
+        """Raise `TunnelError` unless the tunnel served all the time from ``since`` until ``until`` (`time.monotonic`).
+
+        For when an agent has ended: one that does not try a failed call again ends before anybody hears of the outage.
+        """
+        ...
+
     async def broken(self) -> None:
         """Wait until this tunnel is dead, gone or replaced, then raise `TunnelError`; never returns otherwise."""
         ...
+
+
+@dataclass(frozen=True)
+class FoundTunnel:
+    """A registration that lives, whoever made it; ``created_at`` is in epoch seconds, None if it is not known."""
+
+    id: str
+    labels: tuple[str, ...]
+    created_at: float | None
 
 
 class TunnelProvider(Protocol):
@@ -46,6 +65,14 @@ class TunnelProvider(Protocol):
         Each is ``{gateway_url, tunnel_id, url, alive, generation, restarts, rollouts, last_error}``.
         """
         ...
+
+    async def find(self, label: str) -> list[FoundTunnel]:
+        """Return the living registrations that carry ``label``, also those of other processes; raises `TunnelError`."""
+        return []
+
+    async def delete(self, tunnel_id: str) -> None:
+        """Delete a registration that was found; one that is gone already is deleted. Raises `TunnelError`."""
+        raise TunnelError(f"no registration {tunnel_id!r} was found", retryable=False)
 
     async def aclose(self) -> None:
         """Close every tunnel."""

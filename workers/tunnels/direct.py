@@ -20,6 +20,9 @@ class DirectLease:
     local_addr: str
     tunnel_id: str | None = None
 
+    async def confirm(self, since: float, until: float) -> None:
+        """Do nothing: it always serves."""
+
     async def broken(self) -> None:
         """Wait for ever: only a cancellation ends this."""
         await asyncio.get_running_loop().create_future()

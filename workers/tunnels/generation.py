@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from contextlib import suppress
+from contextvars import Context
 from enum import StrEnum
 
 from workers.errors import TunnelError
@@ -64,7 +66,11 @@ class Generation:
         self._tries = 0
         self._disconnected = 0
         self._restarted_disconnected = False
-        self._serving_since = time.monotonic()
+        self._serving_since = self._good_at = self._connected_at = time.monotonic()
+        self._registration = Registration.CONNECTED  # what the service said last
+        self._outages: list[tuple[float, float]] = []  # since when it may have failed, and when that was noticed
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_next: asyncio.Task[None] | None = None
         self._nudged = asyncio.Event()
         self._settled = asyncio.Event()  # not RESTARTING
         self._settled.set()
@@ -88,9 +94,57 @@ class Generation:
             return
         if self.supervisor is not None and self.supervisor is not asyncio.current_task():
             self.supervisor.cancel()
+        if self.state is State.SERVING:
+            self._note_outage(Trouble.EXITED)
         self.state, self.error, self.last_error = State.ENDED, error, error.message
         self._settled.set()
         self._ended.set()
+
+    async def confirm(self, since: float, until: float) -> None:
+        """Raise `TunnelError` if the URL may have failed between ``since`` and ``until`` (`time.monotonic`).
+
+        The service is asked once more, for all who ask at about the same time; where it does not answer, what is known
+        here decides. A call that was served after an outage was noticed came through what ended it.
+        """
+        await self._ask_from_now_on()
+        outages = [*self._outages, *self._unnoticed_outage()]
+        if not any(began <= until and noticed > since for began, noticed in outages):
+            return
+        if self.error is not None:
+            raise again(self.error)
+        raise TunnelError(
+            f"tunnel {self.process.tunnel_id} (generation {self.number}) did not serve for a time after the last model "
+            "call that was recorded: the agent may have ended for that",
+            detail=await self.process.output() or None,
+        )
+
+    def _unnoticed_outage(self) -> list[tuple[float, float]]:
+        if self.state is not State.SERVING:
+            return []  # it is in the list
+        if self.process.gone or self._registration is Registration.DISCONNECTED:
+            return [(self._connected_at, math.inf)]
+        return [] if self.process.running else [(self._last_good(), math.inf)]
+
+    def _last_good(self) -> float:
+        """Return until when the URL surely served: a process hears a little later than agents that it does not."""
+        return self._good_at - self._limits.notice
+
+    def _note_outage(self, trouble: Trouble) -> None:
+        began = self._connected_at if trouble is Trouble.DISCONNECTED else self._last_good()
+        self._outages.append((began, time.monotonic()))
+
+    async def _ask_from_now_on(self) -> None:
+        """Wait for an answer of the service to a question that was not asked before now; others wait for the same."""
+        if self._asked_next is None:
+            work = self._ask_after(self._asking)
+            self._asked_next = asyncio.get_running_loop().create_task(work, context=Context())
+        await asyncio.shield(self._asked_next)
+
+    async def _ask_after(self, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        self._asking, self._asked_next = self._asked_next, None
+        await self.check()
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +152,7 @@ class Generation:
         """Keep the tunnel serving for as long as it can be; returns why it cannot."""
         while True:
             trouble = await self._trouble()
+            self._note_outage(trouble)
             self.state = State.RESTARTING  # whoever comes now waits for what becomes of it
             self._settled.clear()
             logger.warning(
@@ -119,10 +174,12 @@ class Generation:
             self._judge(registration)
 
     def _judge(self, registration: Registration) -> None:
+        self._registration = registration
         if registration is Registration.DISCONNECTED:
             self._disconnected += 1
         elif registration is Registration.CONNECTED:
             self._disconnected, self._restarted_disconnected = 0, False
+            self._connected_at = time.monotonic()
         elif registration is Registration.PENDING:
             self._disconnected = 0
         self._nudged.set()
@@ -131,6 +188,7 @@ class Generation:
         while True:
             if found := self._look():
                 return found
+            self._good_at = time.monotonic()
             self._nudged.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.watch_interval):
@@ -180,7 +238,9 @@ class Generation:
         self.restarts += 1
         self.state = State.SERVING
         self._disconnected = 0
-        self._serving_since = time.monotonic()
+        now = time.monotonic()
+        self._serving_since = self._good_at = self._connected_at = now
+        self._registration = Registration.CONNECTED
         self._settled.set()
         logger.info("tunnel %s: restarted, same URL", self.process.tunnel_id, extra=_STAGE)
 

@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from workers.reaper import REAP_VARIABLE, Reaper
 from workers.settings import WorkerSettings
 from workers.throttle import Throttle
 from workers.tunnels.backend import Limits, Registration
+from workers.tunnels.base import FoundTunnel
 from workers.tunnels.pool import TunnelPool
 from workers.tunnels.prime_errors import annotate, mapped
 from workers.tunnels.sdk_thread import SdkThread, in_daemon_thread
@@ -102,7 +104,24 @@ class PrimeBackend:
         """Delete every registration that carries ``label`` and return their number."""
         return await self.call("look for registrations", lambda: self._sweep(label), timeout)
 
+    async def find(self, label: str, *, timeout: float) -> list[FoundTunnel]:
+        """Return every living registration that carries ``label``."""
+        return await self.call("look for registrations", lambda: self._find(label), timeout)
+
+    async def delete(self, tunnel_id: str, *, timeout: float) -> None:
+        """Delete one registration, or find it gone."""
+        await self.call("delete a registration", lambda: self._delete(tunnel_id), timeout)
+
+    async def _delete(self, tunnel_id: str) -> None:
+        async with _Client() as client:
+            await client.delete_tunnel(tunnel_id)
+
     async def _sweep(self, label: str) -> int:
+        ids = [tunnel.id for tunnel in await self._find(label)]
+        async with _Client() as client:
+            return sum(await asyncio.gather(*map(client.delete_tunnel, ids)))
+
+    async def _find(self, label: str) -> list[FoundTunnel]:
         async with _Client() as client:
             found: list[TunnelInfo] = []
             page, more = 1, True
@@ -111,10 +130,11 @@ class PrimeBackend:
                 found += answer.tunnels
                 page, more = page + 1, answer.has_next and bool(answer.tunnels)
             # What the service means by a filter of labels is its own affair: what lacks the label is not ours.
-            ids = [
-                t.tunnel_id for t in found if label in t.labels and (t.status or "").lower() not in _TERMINAL_STATUSES
+            return [
+                FoundTunnel(t.tunnel_id, tuple(t.labels), _epoch(t.created_at))
+                for t in found
+                if label in t.labels and (t.status or "").lower() not in _TERMINAL_STATUSES
             ]
-            return sum(await asyncio.gather(*map(client.delete_tunnel, ids)))
 
     async def call(self, doing: str, work: Callable[[], Coroutine[Any, Any, T]], timeout: float) -> T:
         """Run a coroutine of the SDK on its thread, bounded; raises `TunnelError`, saying what could not be done."""
@@ -227,22 +247,31 @@ class PrimeTunnel:
         await self._backend.bounded("stop the tunnel", self._stop(timeout), timeout)
 
     async def _stop(self, timeout: float) -> None:
-        sdk, operation = self._backend.sdk, self._operation
-        if operation is not None and not operation.done():
-            await sdk.run(
-                lambda: _ended(operation), timeout=timeout
-            )  # cancelled by now: the SDK clears up after itself
-        if self._tunnel is not None:
-            # In a thread, for it waits for frpc; not through the SDK's loop, which may wait for another one just now.
-            # It does not say whether the deletion worked: the pool sweeps.
-            await sdk.blocking(self._tunnel.sync_stop, timeout=timeout)
-        if self._client is not None:
-            await sdk.run(self._client.close, timeout=timeout)
+        sdk, operation, share = self._backend.sdk, self._operation, timeout / 3
+        try:
+            if operation is not None and not operation.done():  # cancelled by now: the SDK clears up after itself
+                await sdk.run(lambda: _ended(operation), timeout=share)
+        finally:
+            try:
+                if self._tunnel is not None:
+                    # In a thread, for it waits for frpc; not through the SDK's loop, which may wait for another one
+                    # just now. It does not say whether the deletion worked: the pool sweeps.
+                    await sdk.blocking(self._tunnel.sync_stop, timeout=share)
+            finally:
+                if self._client is not None:
+                    await sdk.run(self._client.close, timeout=share)
 
     def _started(self) -> Tunnel:
         if self._tunnel is None:
             raise sdk.TunnelError("the tunnel is not started")
         return self._tunnel
+
+
+def _epoch(moment: datetime | None) -> float | None:
+    """Return a time of the service in epoch seconds; one that does not say where is meant in UTC."""
+    if moment is None:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

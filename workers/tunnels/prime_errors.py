@@ -7,6 +7,7 @@ import pydantic
 from prime_tunnel.binary import FRPC_VERSION
 
 from workers.errors import TunnelError
+from workers.prime import seconds_to_wait
 from workers.tunnels.backend import RateLimitedError, RegistrationGoneError, StartRefusedError
 
 #: Seconds without starts after a 429 that names none.
@@ -71,17 +72,9 @@ def _by_status(error: sdk.TunnelError, words: str, message: str) -> TunnelError:
     status = 401 if "No API key configured" in words else getattr(error, "http_status", None)
     detail = f"HTTP {status}\n{words}" if status else words
     if status == 429:
-        retry_after = _seconds(getattr(error, "retry_after", None))
+        retry_after = seconds_to_wait(getattr(error, "retry_after", None), _RETRY_AFTER)
         return RateLimitedError(message, detail=detail, retry_after=retry_after)
     if status is not None and 400 <= status < 500 and status not in _TRANSIENT:
         hint = _STATUS_HINTS.get(status, "the service does not accept such a tunnel")
         return StartRefusedError(f"{message} ({hint})", detail=detail, retryable=False)
     return TunnelError(message, detail=detail)
-
-
-def _seconds(header: str | None) -> float:
-    """Read ``Retry-After`` in seconds; a date, or none at all, reads as `_RETRY_AFTER`."""
-    try:
-        return max(0.0, float(header or _RETRY_AFTER))
-    except ValueError:
-        return _RETRY_AFTER

@@ -800,13 +800,3 @@ def test_a_gone_registration_that_a_restart_finds_ends_the_generation(service: A
 
     scenario(service, story)
     assert service.calls.count("restart") == 1
-
-
-def test_a_dead_workers_registrations_are_deleted_by_label(service: Any, scenario: Any) -> None:
-    service.registered = {"t8": "worker:dead", "t9": "worker:alive"}
-
-    async def story(pool: TunnelPool) -> int:
-        return await pool.reap("worker:dead")
-
-    assert scenario(service, story) == 1
-    assert service.registered == {"t9": "worker:alive"}

@@ -49,7 +49,10 @@ def test_each_error_of_the_sdk_has_its_meaning(error: Exception, kind: Any, retr
     assert "\n" not in result.message
 
 
-@pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), (None, 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 30.0)])
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), (None, 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("86400", 120.0), ("inf", 120.0), ("nan", 30.0)],
+)
 def test_a_429_keeps_its_retry_after(header: str | None, seconds: float) -> None:
     result = mapped(with_status(sdk.TunnelError("slow down"), 429, header), "slow down", "start a tunnel", 5.0)
     assert isinstance(result, RateLimitedError)

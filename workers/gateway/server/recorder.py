@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -70,6 +71,7 @@ class RecordedRollout:
         self._cancelled = False
         self._forgotten = False
         self._abort: asyncio.Timeout | None = None
+        self._last_call: float | None = None  # when one ended, in `time.monotonic` seconds
 
     @property
     def status(self) -> RolloutStatus:
@@ -105,6 +107,7 @@ class RecordedRollout:
                 raise not_found(self.id) from None
             finally:
                 self._abort = None
+                self._last_call = time.monotonic()
 
     def begin(self, messages: list[Message]) -> list[Message]:
         """Note the messages of a call and return them, sharing those that the turn before it held already.
@@ -162,6 +165,7 @@ class RecordedRollout:
             "failures": list(self.failures),
             "failed_calls": self.failed_calls,
             "in_flight": self._abort is not None,
+            "idle_seconds": None if self._last_call is None else time.monotonic() - self._last_call,
         }
 
     @contextmanager
