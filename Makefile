@@ -1,5 +1,6 @@
 # make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
 # make test   runs the test suite
+# make chaos  breaks a fleet for about ten minutes and prints one JSON line; SEED=n repeats a run
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
 
 VENV   := .venv
@@ -9,7 +10,7 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # One test process per core.
 JOBS   ?= auto
 
-.PHONY: demo demo-llm test check bench clean
+.PHONY: demo demo-llm test check bench chaos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -25,6 +26,9 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	for benchmark in tests/benchmarks/bench_*.py; do PYTHONPATH=tests $(BIN)/python $$benchmark || exit 1; done
+
+chaos: $(VENV)/.dev
+	$(BIN)/python tests/chaos/run.py --rollouts 1000 --workers 3 $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -30,6 +30,7 @@ from producer.contract import (
     StopCondition,
 )
 from workers import claims
+from workers.breaker import Breaker, is_infrastructure
 from workers.claims import about, invalid, refused
 from workers.environment import Environment
 from workers.errors import RolloutError
@@ -94,6 +95,13 @@ class Fleet:
             self.claims = self.app.rollout_records = claims.Claims(
                 self.app, self.store, self.keeper, self.worker, impatient=stack.enter_context(impatient)
             )
+            self.breaker = Breaker(
+                failures=self.settings.breaker_failures,
+                pause=self.settings.breaker_pause,
+                longest=self.settings.breaker_longest_pause,
+                limit=self.pool.cap,
+                running=lambda: len(self.claims),
+            )
             self.keeper.start()
             stack.push_async_callback(asyncio.get_running_loop().run_in_executor, self._threads, self.keeper.stop)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
@@ -150,7 +158,8 @@ class Fleet:
             condition = await self._cancelled(job, claim, rollout)
         else:
             condition = rollout.stop_condition()
-            if rollout.error and rollout.error.retryable and not claim.last:
+            self.breaker.record(rollout)
+            if rollout.error and rollout.error.retryable:
                 await self._retry(claim, rollout, rollout.error)
         if claim.attempt > 1:
             rollout.failed_attempts = await self._when_redis_answers(
@@ -185,14 +194,28 @@ class Fleet:
         raise Ignore if reason is CancelReason.LEASE_LOST else asyncio.CancelledError
 
     async def _retry(self, claim: Claim, rollout: Rollout, error: ErrorInfo) -> None:
-        """Give the rollout back to run again after a while; raises `Ignore` when that was done."""
+        """Give the rollout back to run again after a while; raises `Ignore` when that was done.
+
+        The first failures of what is not its own fault are not charged to it: a gateway that restarts must not end
+        everything that begins meanwhile.
+        """
+        counts = not is_infrastructure(error) or await self._excused(claim) >= self.settings.infrastructure_retries
+        if counts and claim.last:
+            return
         delay = min(_RETRY_DELAY_MAX, 2.0 ** (claim.attempt - 1)) * random.uniform(0.5, 1.0)  # noqa: S311
-        how = HandBack(error=error, delay=delay, turns=rollout.trajectory)
+        how = HandBack(error=error, delay=delay, turns=rollout.trajectory, counts=counts)
         if await self._release(claim, rollout.request, how) in {Requeue.REQUEUED, Requeue.STALE}:
             logger.warning(
                 "%s: runs again in %.1f s or more: %s", claim.rollout_id, delay, error, extra=about(claim.rollout_id)
             )
             raise Ignore
+
+    async def _excused(self, claim: Claim) -> int:
+        """Return how many failures of the rollout's earlier attempts it was not charged for."""
+        if claim.attempt == 1:
+            return 0
+        earlier = await self._when_redis_answers(claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id))
+        return sum(not attempt.counted and is_infrastructure(attempt.error) for attempt in earlier)
 
     async def _release(self, claim: Claim, request: RolloutRequest, how: HandBack) -> Requeue:
         what = await self._when_redis_answers(
@@ -244,7 +267,8 @@ class Fleet:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "concurrency": self.pool.num_processes,
+            "concurrency": self.pool.limit,
+            "breaker": self.breaker.report(),
             "running": len(self.claims),
             "phases": dict(phases),
             "loop_lag_ms": self.pool.info["loop-lag-ms"],

@@ -101,7 +101,8 @@ class AsyncioPool(BasePool):
         self._jobs: dict[int, Job] = {}  # waiting and running, by number
         self._waiting: deque[Job] = deque()
         self._running = 0
-        self._closing = False
+        self._cap: int | None = None
+        self.closing = False  # shutting down: what runs may end, and nothing new is taken
         self._deadline: float | None = None  # of a cold shutdown
         self._loop = LoopThread(self._lifespan, self._on_loop_lost, self.lifespan_grace)
         self._tracers = Tracers()
@@ -112,18 +113,17 @@ class AsyncioPool(BasePool):
     @property
     def hostname(self) -> str | None:
         """The worker's node name."""
-        _app, hostname = self.options.get("initargs") or (None, None)
-        return hostname
+        return (self.options.get("initargs") or (None, None))[1]
 
     @property
-    def closing(self) -> bool:
-        """Whether the worker shuts down: what runs may end, and nothing new is taken."""
-        return self._closing
+    def num_processes(self) -> int:
+        """How many jobs Celery may hand over before it takes no more messages."""
+        return self.limit if self._cap is None else min(self.limit, self._cap)
 
-    @property
-    def lag(self) -> LoopLag:
-        """How late the event loop wakes."""
-        return self._loop.lag
+    def cap(self, jobs: int | None) -> None:
+        """Have Celery take messages only while fewer than ``jobs`` are held; None for as many as there are slots."""
+        self._cap = jobs
+        self._mailbox.wake()
 
     @property
     def loop_progress(self) -> float:
@@ -136,7 +136,7 @@ class AsyncioPool(BasePool):
         return self._loop.thread.ident
 
     def _get_info(self) -> dict[str, Any]:
-        milliseconds = {name: round(value * 1000, 1) for name, value in self.lag.summary().items()}
+        milliseconds = {name: round(value * 1000, 1) for name, value in self._loop.lag.summary().items()}
         return {
             **super()._get_info(),
             "in-flight": self._running,
@@ -183,7 +183,7 @@ class AsyncioPool(BasePool):
         return lifespan(self) if lifespan else nullcontext()
 
     def _on_loop_lost(self) -> None:
-        # Without its loop the worker would go on taking messages. Celery reads this flag whenever its own loop turns.
+        # Without its loop it would go on taking messages. Celery reads this flag whenever its own loop turns.
         worker_state.should_terminate = EX_FAILURE
         self._mailbox.wake()
 
@@ -205,7 +205,7 @@ class AsyncioPool(BasePool):
         """
         tracer = functools.partial(target, **kwargs) if kwargs else target
         job = Job.of(next(self._numbers), self, tracer, args, given)
-        if self._closing:
+        if self.closing:
             return job
         if (refusal := refusal_of(job)) is not None:
             self.post(job, job.on_error, refusal)
@@ -216,12 +216,12 @@ class AsyncioPool(BasePool):
 
     def _enqueue(self, job: Job) -> None:
         self._waiting.append(job)
-        if self._closing or job.cancel_reason is not None:  # since it was admitted
+        if self.closing or job.cancel_reason is not None:  # since it was admitted
             self._drop(job)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._running < self.limit and not self._closing:
+        while self._waiting and self._running < self.limit and not self.closing:
             self._start(self._waiting.popleft())
 
     def _start(self, job: Job) -> None:
@@ -287,7 +287,7 @@ class AsyncioPool(BasePool):
         job.state = RunState.FINISHED
         job.coroutine = None  # its error's traceback leads back to the job: a cycle
         self._start_waiting()
-        if self._closing:
+        if self.closing:
             self._mailbox.wake()
 
     def post(self, job: Job, callback: Callable[..., object] | None, *args: object) -> None:
@@ -323,7 +323,7 @@ class AsyncioPool(BasePool):
     def _drop(self, job: Job) -> None:
         self._waiting.remove(job)
         job.state = RunState.FINISHED
-        if self._closing:
+        if self.closing:
             job.cancel_reason = job.cancel_reason or CancelReason.SHUTDOWN
         self._tracers.submit(self._let_go, job, end_of_waiting(job))
 
@@ -365,7 +365,7 @@ class AsyncioPool(BasePool):
 
     def _begin_cold_shutdown(self) -> None:
         if self._deadline is None:
-            self._closing = True
+            self.closing = True
             self._deadline = time.monotonic() + self.shutdown_grace
             self._loop.call(self._cancel_all)
 
@@ -376,11 +376,11 @@ class AsyncioPool(BasePool):
 
     def _drop_waiting(self) -> None:
         for job in list(self._waiting):
-            if self._closing or not job.accepted:
+            if self.closing or not job.accepted:
                 self._drop(job)
 
     def _shut_down(self) -> None:
-        self._closing = True
+        self.closing = True
         self.flush()
         drained_by = time.monotonic() + self.drain_timeout
         while self._jobs and self._loop.thread.is_alive():

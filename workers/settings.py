@@ -86,6 +86,18 @@ class WorkerSettings(BaseSettings):
         default=64, gt=0, description="Plain (not async) hooks of environments that run at one time, each in a thread."
     )
 
+    breaker_failures: int = Field(
+        default=10, gt=0, description="Failures in a row of gateway, tunnels or sandboxes that stop taking rollouts."
+    )
+    breaker_pause: float = Field(
+        default=5.0, gt=0, description="Seconds before the first rollout is tried after that; doubled each time."
+    )
+    breaker_longest_pause: float = Field(default=300.0, gt=0, description="Longest of these pauses, in seconds.")
+    infrastructure_retries: int = Field(
+        default=5,
+        ge=0,
+        description="Attempts that gateway, tunnel or sandbox failed before the agent ran, and that are not charged.",
+    )
     drain_timeout: float = Field(
         default=300.0, ge=0, description="Seconds that rollouts have to end at a SIGTERM, before they are handed over."
     )

@@ -86,7 +86,8 @@ class Rollout:
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     on_phase: Callable[[Phase], None] | None = field(default=None, repr=False)
-    _began: float = field(default_factory=time.monotonic)
+    #: When it began, in `time.monotonic` seconds.
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def gateway_id(self) -> str:
@@ -137,7 +138,7 @@ class Rollout:
         # Without any turn the gateway knows no prompt; the dataset's own must not be lost for that.
         copied["prompt"] = self.prompt or self.request.messages
         scoring = self.durations.get(Phase.SCORE, 0.0)
-        total = time.monotonic() - self._began
+        total = time.monotonic() - self.began
         timing = Timing(
             start_time=self.started_at,
             generation_ms=(total - scoring) * 1000,

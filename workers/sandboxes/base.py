@@ -115,7 +115,7 @@ class SandboxProvider(Protocol):
     async def find(self, labels: tuple[str, ...], team_id: str | None = None) -> list[FoundSandbox]:
         """Return the living sandboxes that carry all of ``labels``, also those of other processes.
 
-        None where sandboxes end with the process that created them.
+        There are none where sandboxes end with the process that created them.
         """
         return []
 

@@ -1,0 +1,119 @@
+"""The circuit breaker: when the gateway, the tunnels or the sandboxes fail time after time, a worker takes nothing new.
+
+    CLOSED ──N failures of one kind in a row──▶ OPEN ──after a pause──▶ PROBING ──the probe gets through──▶ CLOSED
+                                                 ▲                         │
+                                                 └──it fails: twice as long┘
+
+Without it a worker whose gateway is down would claim and fail one rollout after another, the faster the worse it is,
+until the queue's attempts are spent. What runs goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from producer.contract import ErrorInfo, ErrorKind, Phase
+from workers.state import Rollout
+
+logger = logging.getLogger(__name__)
+
+#: The phase that proves each of the systems: an attempt that comes past it has found it working.
+PROVEN_BY = {ErrorKind.GATEWAY: Phase.REGISTER, ErrorKind.TUNNEL: Phase.TUNNEL, ErrorKind.SANDBOX: Phase.SANDBOX}
+#: Part of a pause that is random, so that a fleet does not probe in step.
+JITTER = 0.25
+
+
+class State(StrEnum):
+    """Where the breaker stands."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+def is_infrastructure(error: ErrorInfo) -> bool:
+    """Whether one of the three systems failed an attempt before its agent began, in a way that may pass."""
+    return error.retryable and error.phase is not None and PROVEN_BY.get(error.kind) is error.phase
+
+
+class Breaker:
+    """Counts failures of one worker's systems, and limits how many rollouts it takes; lives on its event loop.
+
+    It opens after ``failures`` in a row of one kind, for ``pause`` seconds, doubled after each failed probe up to
+    ``longest``. ``limit(None)`` lets the worker take as many as it has slots, ``limit(n)`` lets it hold n; ``running``
+    says how many it holds.
+    """
+
+    def __init__(
+        self,
+        *,
+        failures: int,
+        pause: float,
+        longest: float,
+        limit: Callable[[int | None], object],
+        running: Callable[[], int],
+    ) -> None:
+        self.state = State.CLOSED
+        self.kind: ErrorKind | None = None  #: what it is open for
+        self.opened = 0  #: how often it has opened
+        self._failures = failures
+        self._first = self._pause = pause
+        self._longest = longest
+        self._limit = limit
+        self._running = running
+        self._in_a_row = dict.fromkeys(PROVEN_BY, 0)
+        self._since = 0.0  # when it opened last, in `time.monotonic` seconds
+        self._until = 0.0
+
+    def record(self, rollout: Rollout) -> None:
+        """Learn from how an attempt ended."""
+        error = rollout.error
+        if error is not None and is_infrastructure(error):
+            self._failed(error)
+        for kind, phase in PROVEN_BY.items():
+            failed_there = error is not None and error.phase is phase
+            if phase.value in rollout.durations and not failed_there:
+                self._worked(kind, rollout)
+
+    def report(self) -> dict[str, Any] | None:
+        """Return ``{state, kind, seconds}`` while it is not closed; ``seconds`` until the next probe."""
+        if self.state is State.CLOSED:
+            return None
+        return {"state": self.state, "kind": self.kind, "seconds": round(max(0.0, self._until - time.monotonic()), 1)}
+
+    def _failed(self, error: ErrorInfo) -> None:
+        self._in_a_row[error.kind] += 1
+        if self.state is State.PROBING and error.kind is self.kind:
+            self._pause = min(2 * self._pause, self._longest)
+            self._open(error)
+        elif self.state is State.CLOSED and self._in_a_row[error.kind] >= self._failures:
+            self._open(error)
+
+    def _worked(self, kind: ErrorKind, rollout: Rollout) -> None:
+        self._in_a_row[kind] = 0
+        # One that began before it opened proves nothing about now.
+        if self.kind is kind and self.state is State.PROBING and rollout.began >= self._since:
+            logger.warning("%s works again: taking rollouts", kind, extra={"stage": "breaker"})
+            self.state, self.kind, self._pause = State.CLOSED, None, self._first
+            self._limit(None)
+
+    def _open(self, error: ErrorInfo) -> None:
+        pause = self._pause * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - spreads load, guards nothing
+        self.state, self.kind, self.opened = State.OPEN, error.kind, self.opened + 1
+        self._since = time.monotonic()
+        self._until = self._since + pause
+        words = "%d failures in a row: taking no rollouts for %.0f s. The last one: %s"
+        logger.error(words, self._in_a_row[error.kind], pause, error, extra={"stage": "breaker"})
+        self._limit(0)
+        asyncio.get_running_loop().call_later(pause, self._probe)
+
+    def _probe(self) -> None:
+        logger.warning("%s: trying one rollout", self.kind, extra={"stage": "breaker"})
+        self.state = State.PROBING
+        self._limit(self._running() + 1)
