@@ -204,7 +204,9 @@ def celery_config(redis_url: str) -> dict[str, Any]:
             "visibility_timeout": 300,
             "priority_steps": list(PRIORITY_STEPS),
             "queue_order_strategy": "priority",
-            "retry_on_timeout": True,
+            # With it redis-py reconnects by itself, also within the read that Celery's thread waits in: kombu hears of
+            # no loss, subscribes to nothing and asks for no message, and the worker is deaf from then on.
+            "retry_on_timeout": False,
         },
         "redis_socket_timeout": sockets["socket_timeout"],
         "redis_socket_connect_timeout": sockets["socket_connect_timeout"],

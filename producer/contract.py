@@ -128,12 +128,14 @@ class ErrorInfo(_Frozen):
     """One failure as data, from the fixed tree of `ErrorKind`.
 
     ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status with the head of its body.
-    ``retryable`` says whether another attempt could end differently.
+    ``retryable`` says whether another attempt could end differently. ``account`` is set when a platform refuses the
+    worker's own account, whatever the request asks for: its key, its bill, its quota.
     """
 
     kind: ErrorKind
     message: str
     retryable: bool = False
+    account: bool = False
     phase: Phase | None = None
     detail: str | None = None
 
@@ -176,6 +178,8 @@ def _base_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{url!r} is not an http(s) URL; give the gateway's base, such as http://gateway:8080")
+    if "@" in parts.netloc or parts.query or parts.fragment or parts.port == 0:  # a port above 65535 raises
+        raise ValueError("a gateway's base has no user, query or fragment, and a port from 1 to 65535")
     return url
 
 

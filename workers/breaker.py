@@ -11,6 +11,7 @@ until the queue's attempts are spent. What runs goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -23,8 +24,9 @@ from workers.state import Rollout
 
 logger = logging.getLogger(__name__)
 
-#: The phase that proves each of the systems: an attempt that comes past it has found it working.
-PROVEN_BY = {ErrorKind.GATEWAY: Phase.REGISTER, ErrorKind.TUNNEL: Phase.TUNNEL, ErrorKind.SANDBOX: Phase.SANDBOX}
+#: The phase in which an attempt meets each of the systems first, and the one whose beginning proves that it works.
+MET_IN = {ErrorKind.GATEWAY: Phase.REGISTER, ErrorKind.TUNNEL: Phase.TUNNEL, ErrorKind.SANDBOX: Phase.SANDBOX}
+PROVEN_BY = {Phase.TUNNEL: ErrorKind.GATEWAY, Phase.SANDBOX: ErrorKind.TUNNEL, Phase.SETUP: ErrorKind.SANDBOX}
 #: Part of a pause that is random, so that a fleet does not probe in step.
 JITTER = 0.25
 
@@ -39,15 +41,16 @@ class State(StrEnum):
 
 def is_infrastructure(error: ErrorInfo) -> bool:
     """Whether one of the three systems failed an attempt before its agent began, in a way that may pass."""
-    return error.retryable and error.phase is not None and PROVEN_BY.get(error.kind) is error.phase
+    passes = error.retryable or error.account
+    return passes and error.phase is not None and MET_IN.get(error.kind) is error.phase
 
 
 class Breaker:
     """Counts failures of one worker's systems, and limits how many rollouts it takes; lives on its event loop.
 
-    It opens after ``failures`` in a row of one kind, for ``pause`` seconds, doubled after each failed probe up to
-    ``longest``. ``limit(None)`` lets the worker take as many as it has slots, ``limit(n)`` lets it hold n; ``running``
-    says how many it holds.
+    It opens after ``failures`` in a row of one kind, or at the first refusal of the account, for ``pause`` seconds,
+    doubled after each failed probe up to ``longest``. ``limit(None)`` lets the worker take as many as it has slots,
+    ``limit(n)`` lets it hold n; ``running`` says how many it holds.
     """
 
     def __init__(
@@ -67,19 +70,22 @@ class Breaker:
         self._longest = longest
         self._limit = limit
         self._running = running
-        self._in_a_row = dict.fromkeys(PROVEN_BY, 0)
+        self._in_a_row = dict.fromkeys(MET_IN, 0)
         self._since = 0.0  # when it opened last, in `time.monotonic` seconds
         self._until = 0.0
 
-    def record(self, rollout: Rollout) -> None:
-        """Learn from how an attempt ended."""
-        error = rollout.error
-        if error is not None and is_infrastructure(error):
+    def watch(self, rollout: Rollout) -> None:
+        """Learn from how far an attempt comes, while it runs: its agent may take hours."""
+        rollout.on_phase = functools.partial(self._entered, rollout)
+
+    def record(self, error: ErrorInfo) -> None:
+        """Learn from the error with which an attempt has ended."""
+        if is_infrastructure(error):
             self._failed(error)
-        for kind, phase in PROVEN_BY.items():
-            failed_there = error is not None and error.phase is phase
-            if phase.value in rollout.durations and not failed_there:
-                self._worked(kind, rollout)
+
+    def _entered(self, rollout: Rollout, phase: Phase) -> None:
+        if kind := PROVEN_BY.get(phase):
+            self._worked(kind, rollout)
 
     def report(self) -> dict[str, Any] | None:
         """Return ``{state, kind, seconds}`` while it is not closed; ``seconds`` until the next probe."""
@@ -88,7 +94,7 @@ class Breaker:
         return {"state": self.state, "kind": self.kind, "seconds": round(max(0.0, self._until - time.monotonic()), 1)}
 
     def _failed(self, error: ErrorInfo) -> None:
-        self._in_a_row[error.kind] += 1
+        self._in_a_row[error.kind] += self._failures if error.account else 1
         if self.state is State.PROBING and error.kind is self.kind:
             self._pause = min(2 * self._pause, self._longest)
             self._open(error)
@@ -108,8 +114,7 @@ class Breaker:
         self.state, self.kind, self.opened = State.OPEN, error.kind, self.opened + 1
         self._since = time.monotonic()
         self._until = self._since + pause
-        words = "%d failures in a row: taking no rollouts for %.0f s. The last one: %s"
-        logger.error(words, self._in_a_row[error.kind], pause, error, extra={"stage": "breaker"})
+        logger.error("taking no rollouts for %.0f s, after: %s", pause, error, extra={"stage": "breaker"})
         self._limit(0)
         asyncio.get_running_loop().call_later(pause, self._probe)
 

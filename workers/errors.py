@@ -24,6 +24,8 @@ class RolloutError(Exception):
 
     kind: ClassVar[ErrorKind]
     default_retryable: ClassVar[bool] = False
+    #: Set where a platform refuses the worker's own account, whatever the request asks for.
+    account = False
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class RolloutError(Exception):
             kind=self.kind,
             message=self.message,
             retryable=self.retryable,
+            account=self.account,
             phase=self.phase or phase,
             detail=self.detail,
         )

@@ -151,6 +151,7 @@ class Fleet:
             return RolloutResult.for_request(request, StopCondition.HAS_ERROR, error=error.info(), **here)
 
         rollout = Rollout(request, gateway_url, secrets=secrets, **here)
+        self.breaker.watch(rollout)
         self._running[claim.rollout_id] = rollout
         try:
             await self._run_on_ledger(rollout, environment, systems)
@@ -158,8 +159,9 @@ class Fleet:
             condition = await self._cancelled(job, claim, rollout)
         else:
             condition = rollout.stop_condition()
-            self.breaker.record(rollout)
-            if rollout.error and rollout.error.retryable:
+            if rollout.error:
+                self.breaker.record(rollout.error)
+            if rollout.error and (rollout.error.retryable or is_infrastructure(rollout.error)):
                 await self._retry(claim, rollout, rollout.error)
         if claim.attempt > 1:
             rollout.failed_attempts = await self._when_redis_answers(
@@ -200,7 +202,7 @@ class Fleet:
         everything that begins meanwhile.
         """
         counts = not is_infrastructure(error) or await self._excused(claim) >= self.settings.infrastructure_retries
-        if counts and claim.last:
+        if counts and (claim.last or not error.retryable):
             return
         delay = min(_RETRY_DELAY_MAX, 2.0 ** (claim.attempt - 1)) * random.uniform(0.5, 1.0)  # noqa: S311
         how = HandBack(error=error, delay=delay, turns=rollout.trajectory, counts=counts)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of an attempt's packed turns that a record keeps: beyond that, only how many they were.
 MAX_PACKED_TURNS = 4 * 1024 * 1024
+#: Bytes of JSON of an attempt's turns that a record keeps: a conversation of long turns packs a hundred times smaller.
+MAX_TURNS_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,9 @@ def history_line(attempt: int, worker: str, how: HandBack) -> bytes:
 
 def packed(turns: Sequence[Step]) -> bytes:
     """Return ``turns`` as the record keeps them; b"" for none, and for more than it keeps."""
-    data = broker.encode_result(list(turns)) if turns else b""
+    if not turns or len(dump(list(turns))) > MAX_TURNS_BYTES:
+        return b""
+    data = broker.encode_result(list(turns))
     return data if len(data) <= MAX_PACKED_TURNS else b""
 
 

@@ -21,6 +21,7 @@ import redis
 from producer import broker
 from producer.contract import InvalidRequestError, RolloutRequest
 from workers.leases import REPORT_TTL
+from workers.state import gateway_id
 
 #: Longest seconds between two tries to clear an entry.
 LONGEST_DELAY = 3600.0
@@ -49,7 +50,7 @@ class Entry:
     @property
     def gateway_id(self) -> str:
         """The id under which the gateway knew the attempt; see `workers.state.Rollout.gateway_id`."""
-        return self.rollout_id if self.attempt <= 1 else f"{self.rollout_id}.{self.attempt}"
+        return gateway_id(self.rollout_id, self.attempt)
 
     def age(self, now_ms: int) -> float:
         """Return for how many seconds it has been open."""

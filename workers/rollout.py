@@ -98,7 +98,7 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
 
                 async with in_phase(rollout, Phase.SCORE):
                     rollout.reward, metrics = reward_and_metrics(await call_hook(environment, "score", rollout))
-                    rollout.metrics |= metrics
+                    rollout.metrics |= {name: value for name, value in metrics.items() if name not in rollout.metrics}
                     await call_hook(environment, "after", rollout)
     except RolloutError as error:
         rollout.fail(error.info(rollout.phase))
@@ -137,7 +137,7 @@ def _sandbox_spec(rollout: Rollout, environment: Environment, labels: tuple[str,
     key = {"OPENAI_API_KEY": env.pop("OPENAI_API_KEY")} if "OPENAI_API_KEY" in env else {}
     deadlines = request.deadlines
     return SandboxSpec(
-        name=rollout.gateway_id,
+        name=f"{request.rollout_id}-{rollout.attempt}",
         image=derive(environment, "docker_image", request),
         start_command=request.start_command,
         resources=request.resources,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from producer.contract import (
@@ -31,6 +33,24 @@ _COPIED = (
 
 #: A shorter value would be found all over the place, and is no secret.
 _SHORTEST_SECRET = 4
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | int | float) and math.isfinite(value)
+
+
+def _forms(secret: str) -> list[str]:
+    """Return how a secret may be written: as it is, in JSON, and as Python shows it; the longest first."""
+    return sorted(
+        {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]},
+        key=len,
+        reverse=True,
+    )
+
+
+def gateway_id(rollout_id: str, attempt: int) -> str:
+    """Return the id under which an attempt is registered; no rollout's own id has a tilde."""
+    return rollout_id if attempt <= 1 else f"{rollout_id}~{attempt}"
 
 
 @dataclass
@@ -96,12 +116,12 @@ class Rollout:
         The first attempt uses the rollout's own id. A later one has another, so that a worker that was believed dead
         and cleans up late cannot unregister its successor.
         """
-        return self.request.rollout_id if self.attempt <= 1 else f"{self.request.rollout_id}.{self.attempt}"
+        return gateway_id(self.request.rollout_id, self.attempt)
 
     @property
     def earlier_gateway_id(self) -> str | None:
         """The id of the attempt before, which a dead worker may have left registered."""
-        return replace(self, attempt=self.attempt - 1).gateway_id if self.attempt > 1 else None
+        return gateway_id(self.request.rollout_id, self.attempt - 1) if self.attempt > 1 else None
 
     def enter(self, phase: Phase) -> None:
         """Note that the attempt is now in ``phase``."""
@@ -119,7 +139,8 @@ class Rollout:
         text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
         for name, value in (*self.secrets.items(), ("OPENAI_API_KEY", self.api_key)):
             if len(value) >= _SHORTEST_SECRET:
-                text = text.replace(value, f"[redacted {name}]")
+                for form in _forms(value):
+                    text = text.replace(form, f"[redacted {name}]")
         return text
 
     def _redacted_error(self, error: ErrorInfo) -> ErrorInfo:
@@ -135,6 +156,9 @@ class Rollout:
     def result(self, stop_condition: StopCondition | None = None) -> RolloutResult:
         """Return the attempt as a result."""
         copied: dict[str, Any] = {name: getattr(self, name) for name in _COPIED}
+        copied["metrics"] = {name: value for name, value in self.metrics.items() if _is_number(value)}
+        if left_out := sorted(set(map(str, self.metrics)) - set(copied["metrics"])):
+            self.warnings.append(f"metrics that are no finite numbers were left out: {', '.join(left_out)[:500]}")
         # Without any turn the gateway knows no prompt; the dataset's own must not be lost for that.
         copied["prompt"] = self.prompt or self.request.messages
         scoring = self.durations.get(Phase.SCORE, 0.0)

@@ -93,7 +93,7 @@ def test_what_a_killed_worker_left_is_gone_one_sweep_later_and_what_runs_on_is_u
 
             assert (len(first), len(second)) == (11, 10)
             assert set(emulator.leaked()["sandboxes"]) == second, "the second attempts run on"
-            assert registered(stack, f"{wanted[1].rollout_id}.2")
+            assert registered(stack, f"{wanted[1].rollout_id}~2")
             assert len(emulator.leaked()["tunnels"]) == 1
             agents.release()
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ class Platform:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalStack, PrimeEmulator]]:
     settings = {"ROLLOUTS_TUNNEL_CHECK_INTERVAL": str(INTERVAL), "ROLLOUTS_POLL_INTERVAL": "0.5"}
+    # Failures show as what they are, and one test's do not pause the next one's rollouts.
+    settings |= {"ROLLOUTS_INFRASTRUCTURE_RETRIES": "0", "ROLLOUTS_BREAKER_PAUSE": "0.05"}
     with fleet_on("prime", tmp_path_factory.mktemp("faults"), concurrency=120, settings=settings) as (stack, emulator):
         assert emulator is not None
         yield stack, emulator
@@ -389,3 +392,23 @@ def test_an_agent_that_had_ended_before_its_tunnel_failed_has_completed(
     (result,) = runs(request(run_command=agents.patient(calls=0, patience=0)), meanwhile=agents.release)
     platform.kill_frpc()
     assert (result.stop_condition, result.attempt) == (StopCondition.COMPLETED, 1)
+
+
+def test_an_account_that_is_refused_for_a_while_costs_no_rollout(tmp_path: Path) -> None:
+    """The worker stops taking rollouts, tries with one from time to time, and none is charged an attempt."""
+    settings = {"ROLLOUTS_BREAKER_PAUSE": "0.5", "ROLLOUTS_BREAKER_LONGEST_PAUSE": "1"}
+    with fleet_on("prime", tmp_path, concurrency=10, settings=settings) as (stack, emulator):
+        assert emulator is not None
+        emulator.fault("create_sandbox", status=402, times=None)
+        log = stack.logs["worker1"]
+
+        def pay() -> None:
+            wait_until(lambda: "trying one rollout" in log.read_text(), what="a probe")
+            emulator.clear_faults()
+
+        results = Runs(stack)(*requests(30, run_command="true", max_attempts=1), meanwhile=pay)
+        asked = emulator.requests()["create_sandbox"]
+
+    assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
+    assert len(results) == 30
+    assert asked < 80, "a refused account is not asked again and again"

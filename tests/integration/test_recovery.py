@@ -215,7 +215,7 @@ def test_a_drain_that_takes_too_long_hands_over_without_spending_an_attempt_and_
     tmp_path: Path, agents: Any, signals: int
 ) -> None:
     """With one SIGTERM after `drain_timeout`, with a second one at once."""
-    timeout = {"ROLLOUTS_DRAIN_TIMEOUT": "1" if signals == 1 else "60"}
+    timeout = {"ROLLOUTS_DRAIN_TIMEOUT": "5" if signals == 1 else "60"}
     with fleet(tmp_path, workers=2, concurrency=10, more_settings=timeout) as stack:
         codes: list[int] = []
 

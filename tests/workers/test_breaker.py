@@ -30,11 +30,13 @@ class World:
     def attempt(self, error: ErrorInfo | None = None, *, past: Phase = Phase.SCORE, began: float | None = None) -> None:
         rollout = Rollout(RolloutRequest(model="m"), "http://g", error=error)
         rollout.began = rollout.began if began is None else began
+        self.breaker.watch(rollout)
         for phase in Phase:
-            rollout.durations[phase.value] = 0.1
+            rollout.enter(phase)
             if phase is (error.phase if error else past):
                 break
-        self.breaker.record(rollout)
+        if error:
+            self.breaker.record(error)
 
     async def until(self, state: State) -> None:
         async with asyncio.timeout(5):
@@ -73,6 +75,15 @@ def test_it_opens_after_failures_in_a_row_of_one_kind_and_not_before() -> None:
     story(work)
 
 
+def test_a_refused_account_opens_it_at_once() -> None:
+    async def work(world: World) -> None:
+        refused = failure(ErrorKind.TUNNEL, Phase.TUNNEL, retryable=False).model_copy(update={"account": True})
+        world.attempt(refused)
+        assert (world.breaker.state, world.breaker.kind) == (State.OPEN, ErrorKind.TUNNEL)
+
+    story(work)
+
+
 def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> None:
     async def work(world: World) -> None:
         for _ in range(3):
@@ -93,6 +104,17 @@ def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> 
     story(work)
 
 
+def test_a_probe_need_not_end_to_prove_that_sandboxes_are_created_again() -> None:
+    async def work(world: World) -> None:
+        for _ in range(3):
+            world.attempt(failure(ErrorKind.SANDBOX, Phase.SANDBOX))
+        await world.until(State.PROBING)
+        world.attempt(past=Phase.SETUP)  # its agent may run for hours
+        assert world.breaker.state is State.CLOSED
+
+    story(work)
+
+
 @pytest.mark.parametrize(
     ("error", "counts"),
     [
@@ -100,6 +122,7 @@ def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> 
         (failure(ErrorKind.TUNNEL, Phase.TUNNEL), True),
         (failure(ErrorKind.TUNNEL, Phase.AGENT), False),  # its tunnel died: the next one may be fine
         (failure(ErrorKind.SANDBOX, Phase.SANDBOX, retryable=False), False),  # the request's own fault: no such image
+        (failure(ErrorKind.SANDBOX, Phase.SANDBOX, retryable=False).model_copy(update={"account": True}), True),
         (failure(ErrorKind.AGENT, Phase.AGENT), False),
         (failure(ErrorKind.GATEWAY, Phase.TRAJECTORY), False),
     ],
@@ -134,8 +157,10 @@ def test_a_gateway_that_is_away_for_a_while_costs_no_rollout_its_attempts(
             async with Producer(ProducerSettings(redis_url=own_redis.url)) as producer, asyncio.timeout(60):
                 batch = await producer.submit_many(wanted)
                 await asyncio.to_thread(wait_until, lambda: "trying one rollout" in log.read_text(), what="a probe")
-                report = own_redis.client.get(broker.worker_key(worker_of(own_redis.client)))
-                assert b'"kind":"gateway"' in (report or b"")
+                name = broker.worker_key(worker_of(own_redis.client))
+                await asyncio.to_thread(
+                    wait_until, lambda: b'"kind":"gateway"' in (own_redis.client.get(name) or b""), what="the report"
+                )
                 stack._children.remove(gateway)
                 restart_gateway(stack)
                 return [result async for result in batch]

@@ -126,7 +126,7 @@ def test_entries_that_cannot_be_read_hold_up_no_other(ledger: Ledger, client: re
 
 
 def test_the_gateways_id_is_the_flows() -> None:
-    assert [Entry(rollout_id="r", attempt=attempt).gateway_id for attempt in (1, 2)] == ["r", "r.2"]
+    assert [Entry(rollout_id="r", attempt=attempt).gateway_id for attempt in (1, 2)] == ["r", "r~2"]
 
 
 def test_a_fleet_has_one_identity_for_as_long_as_its_redis_keeps_it(ledger: Ledger, client: redis.Redis) -> None:

@@ -180,14 +180,14 @@ def test_what_a_dead_workers_attempts_left_is_deleted_and_their_successors_are_s
         claimed(store, f"r{n}", "living")
         world.sandbox(f"old{n}", f"r{n}", 1)
         world.sandbox(f"new{n}", f"r{n}", 2, "living")
-        world.registered |= {("http://gateway", f"r{n}"), ("http://gateway", f"r{n}.2")}
+        world.registered |= {("http://gateway", f"r{n}"), ("http://gateway", f"r{n}~2")}
     world.tunnel("t-old", "dead")
     world.tunnel("t-new", "living")
 
     cleared = sweep(lambda orphans: orphans.clear_entries())
 
     assert sorted(world.things) == sorted(["t-new", *(f"new{n}" for n in range(count))])
-    assert world.registered == {("http://gateway", f"r{n}.2") for n in range(count)}
+    assert world.registered == {("http://gateway", f"r{n}~2") for n in range(count)}
     assert ledger.entries() == []
     assert cleared.left == []
     assert len(world.lists) == 1 + (1 if count > 5 else count), "few requests"

@@ -431,7 +431,7 @@ def test_an_earlier_attempts_registration_is_forgotten() -> None:
     world = World()
     rollout = attempt_of(rollout_id="r")
     rollout.attempt = 3
-    assert (rollout.gateway_id, rollout.earlier_gateway_id) == ("r.3", "r.2")
+    assert (rollout.gateway_id, rollout.earlier_gateway_id) == ("r~3", "r~2")
     run(world, rollout)
     assert world.calls[:2] == ["register", "unregister"]
 

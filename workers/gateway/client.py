@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -32,6 +32,10 @@ MAX_CONNECTIONS = 100
 #: Calls that begin in one turn of the event loop.
 PER_TURN = 4
 RETRIES = 3
+#: Bytes of an answer: of a trajectory, and of all others.
+LARGEST_TRAJECTORY, LARGEST_ANSWER = 512 * 1024 * 1024, 1024 * 1024
+#: Trajectories that are fetched at one time: some have tens of megabytes, and each is parsed on the event loop.
+CONCURRENT_TRAJECTORIES = 8
 DETAIL_LIMIT = 500
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _DROPPED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionError)
@@ -74,6 +78,7 @@ class HttpGateway:
         self._trajectory_wait = trajectory_wait
         self._retry_delay = retry_delay
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._fetches = asyncio.Semaphore(CONCURRENT_TRAJECTORIES)
         self._turnstile = Turnstile(PER_TURN)
         self._times = aiohttp.ClientTimeout(
             total=None, sock_read=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT), connect=None
@@ -102,7 +107,12 @@ class HttpGateway:
     async def fetch_trajectory(self, gateway_url: str, rollout_id: str) -> Trajectory:
         """Return what was recorded so far; tens of megabytes for long rollouts."""
         url = f"{_url(gateway_url, rollout_id)}/trajectory?wait={self._trajectory_wait:g}"
-        content = await self._repeat("GET", url)
+        async with off_the_clock() if self._fetches.locked() else nullcontext():
+            await self._fetches.acquire()
+        try:
+            content = await self._repeat("GET", url)
+        finally:
+            self._fetches.release()
         try:
             return Trajectory.model_validate(orjson.loads(content))
         except (orjson.JSONDecodeError, ValidationError) as error:
@@ -204,8 +214,9 @@ class HttpGateway:
                 allow_redirects=False,
                 **request,
             )
-            async with call as response:
-                body = await response.read()
+            # One bound for all of a call, and for what it answers: the address may have come with a request.
+            async with asyncio.timeout(None if method == "GET" else self._timeout), call as response:
+                body = await _bounded_body(response, LARGEST_TRAJECTORY if method == "GET" else LARGEST_ANSWER)
         except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
             self._raise_unanswered(url, error)
         finally:
@@ -241,6 +252,16 @@ class HttpGateway:
             message = f"the rollout gateway dropped the connection of {url}"
             raise GatewayConnectionError(message, detail=detail) from None
         raise GatewayError(f"the call of {url} failed: {detail}", detail=detail, retryable=False) from None
+
+
+async def _bounded_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise ValueError(f"an answer of more than {limit} bytes")
+    return b"".join(chunks)
 
 
 def _refused(url: str, status: int, body: bytes) -> GatewayStatusError:

@@ -153,11 +153,12 @@ async def _verify(sandbox: Sandbox, place: Place, run: VerifierRun, timeout: flo
     job = await sandbox.start_job(run.line)
     try:
         async with asyncio.timeout(timeout):
-            ended = await job.wait()
+            await job.ended()
     except TimeoutError:
         raise EnvironmentHookError(
             f"the verifier took longer than its {timeout:g} s", detail=await _tail(sandbox, place)
         ) from None
+    ended = await job.wait()  # reading what it printed is not its time
     verdict = run.verdict(ended.stdout)
     if verdict is None:
         raise EnvironmentHookError(

@@ -20,10 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from producer.contract import RolloutRequest, Seconds
 from producer.harbor import Variables
-from producer.packing import FILES_LIMIT, UNPACKED_LIMIT
+from producer.packing import FILES_LIMIT, PACK_LIMIT, UNPACKED_LIMIT
 from workers.errors import InvalidRolloutError
 
 #: Bytes that a tar archive may need besides its files' contents: two blocks and padding for each, and its end.
+#: Bytes of the header that holds a long or foreign name.
+_LONGEST_HEADER = 4096
 _TAR_OVERHEAD = FILES_LIMIT * 4096 + 20480
 _GZIP = 16 + zlib.MAX_WBITS
 
@@ -86,9 +88,11 @@ def unpack(what: str, packed: str) -> list[PackedFile]:
     Raises `InvalidRolloutError` for anything but ordinary files with relative paths, and above the limits of
     `producer.packing`.
     """
+    if len(packed) > PACK_LIMIT * 4 // 3 + 4:
+        raise InvalidRolloutError(f"environment_args.{what}: more than {PACK_LIMIT} bytes, packed")
     try:
         return _files(_inflated(base64.b64decode(packed, validate=True)))
-    except (binascii.Error, zlib.error, tarfile.TarError, EOFError, ValueError) as error:
+    except (binascii.Error, zlib.error, tarfile.TarError, EOFError, ValueError, RecursionError) as error:
         raise InvalidRolloutError(f"environment_args.{what}: cannot be unpacked: {error}") from None
 
 
@@ -101,7 +105,24 @@ def _inflated(compressed: bytes) -> bytes:
     return data
 
 
+def _refuse_odd_headers(data: bytes) -> None:
+    """Raise `ValueError` for extension headers that no pack of ours has: reading them can take minutes.
+
+    A long name takes one of a few hundred bytes before its file. Global ones are copied to each file that follows, and
+    a chain of them is read recursively.
+    """
+    offset, extended = 0, False
+    while (header := data[offset : offset + 512]).strip(b"\0"):
+        size, kind = tarfile.nti(header[124:136]), header[156:157]  # type: ignore[attr-defined]
+        is_extension = kind in {tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME}
+        if kind == tarfile.XGLTYPE or size < 0 or (is_extension and (extended or size > _LONGEST_HEADER)):
+            raise ValueError("a header that no pack of `rollouts run --harbor` has")
+        extended = is_extension
+        offset += 512 + (size + 511) // 512 * 512
+
+
 def _files(data: bytes) -> list[PackedFile]:
+    _refuse_odd_headers(data)
     found: dict[str, PackedFile] = {}
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         for number, member in enumerate(archive, start=1):

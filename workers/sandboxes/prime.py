@@ -17,8 +17,9 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -51,33 +52,33 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _USUAL_MODE = 0o644
 
 
-class PrimeSandboxes(SandboxProvider):
-    """Makes sandboxes on the Prime platform, with the credentials that its SDK finds (`workers.prime.credentials`).
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a worker uses the platform.
 
     ``concurrent_creates`` bounds the creations that this worker asks for at one time, ``creates_per_minute`` those of
     the whole fleet, through a token bucket named ``bucket`` in the Redis at ``redis_url`` (of this process alone, with
     None). ``poll_interval`` is the longest time in seconds between two looks at whether a command has ended, and
     ``output_limit`` how many bytes of a command's stdout and of its stderr are kept.
-
-    One SDK client for each event loop, made when the first sandbox is; the thread that closes must run that loop.
     """
 
-    def __init__(
-        self,
-        *,
-        redis_url: str | None = None,
-        bucket: str = "sandbox creates",
-        creates_per_minute: float = 600.0,
-        concurrent_creates: int = 50,
-        poll_interval: float = 5.0,
-        output_limit: int = 65536,
-    ) -> None:
-        self._redis_url = redis_url
-        self._bucket = bucket
-        self._creates_per_minute = creates_per_minute
-        self._concurrent_creates = concurrent_creates
-        self._poll_interval = poll_interval
-        self._output_limit = output_limit
+    redis_url: str | None = None
+    bucket: str = "sandbox-creates"
+    creates_per_minute: float = 3000.0
+    concurrent_creates: int = 50
+    poll_interval: float = 5.0
+    output_limit: int = 65536
+
+
+class PrimeSandboxes(SandboxProvider):
+    """Makes sandboxes on the Prime platform, with the credentials that its SDK finds (`workers.prime.credentials`).
+
+    ``options`` are those of `Options`. There is one SDK client for each event loop, made when the first sandbox is; the
+    thread that closes must run that loop.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = Options(**options)
         self._on_loops: dict[asyncio.AbstractEventLoop, _OnLoop] = {}
         self._closed = False
 
@@ -93,9 +94,10 @@ class PrimeSandboxes(SandboxProvider):
         try:
             yield sandbox
         except BaseException:
-            await uninterrupted(sandbox.delete_quietly(), timeout=None)
+            await sandbox.delete_quietly()
             raise
-        await uninterrupted(sandbox.delete(), timeout=None)
+        # A deletion that outlasts the clean-up's deadline goes on behind it: a slot of the worker is not held for it.
+        await sandbox.delete()
 
     async def find(self, labels: tuple[str, ...], team_id: str | None = None) -> list[FoundSandbox]:
         """Return the living sandboxes of the account, or of ``team_id``, that carry all of ``labels``."""
@@ -118,14 +120,7 @@ class PrimeSandboxes(SandboxProvider):
         if loop not in self._on_loops:
             if problem := credentials().problem:
                 raise SandboxError(f"no sandbox can be created: {problem}", retryable=False)
-            self._on_loops[loop] = _OnLoop(
-                redis_url=self._redis_url,
-                bucket=self._bucket,
-                creates_per_minute=self._creates_per_minute,
-                concurrent_creates=self._concurrent_creates,
-                poll_interval=self._poll_interval,
-                output_limit=self._output_limit,
-            )
+            self._on_loops[loop] = _OnLoop(self._options)
         return self._on_loops[loop]
 
 
@@ -143,28 +138,27 @@ def prime_sandboxes(settings: WorkerSettings) -> PrimeSandboxes:
 class _OnLoop:
     """What belongs to one event loop."""
 
-    def __init__(
-        self,
-        *,
-        redis_url: str | None,
-        bucket: str,
-        creates_per_minute: float,
-        concurrent_creates: int,
-        poll_interval: float,
-        output_limit: int,
-    ) -> None:
-        self.output_limit = output_limit
+    def __init__(self, options: Options) -> None:
+        self.output_limit = options.output_limit
         self.folder = private_folder()
         # Not the default one, which hooks may fill.
         self.executor = ThreadPoolExecutor(4, thread_name_prefix="sandbox")
-        self.redis = _redis(redis_url) if redis_url else None
+        self.redis = _redis(options.redis_url) if options.redis_url else None
         self.platform = Platform(self.folder)
+        creates, longest = options.concurrent_creates, options.poll_interval
         throttle = Throttle(
-            self.redis, broker.throttle_key(bucket), per_minute=creates_per_minute, burst=concurrent_creates
+            self.redis, broker.throttle_key(options.bucket), per_minute=options.creates_per_minute, burst=creates
         )
-        self.lifecycle = Lifecycle(self.platform, throttle, concurrent=concurrent_creates, poll_interval=poll_interval)
-        self.polls: Poller[JobKey, int] = Poller(self.platform.jobs, longest=poll_interval)
+        self.lifecycle = Lifecycle(self.platform, throttle, concurrent=creates, poll_interval=longest)
+        self.polls: Poller[JobKey, int] = Poller(self.platform.jobs, longest=longest)
         self.open: set[PrimeSandbox] = set()
+        self.deletions: set[asyncio.Task[None]] = set()
+
+    def deletion_ended(self, deletion: asyncio.Task[None]) -> None:
+        """Forget a deletion; whoever waits for it gets its failure, and the ledger's sweep sees to the rest."""
+        self.deletions.discard(deletion)
+        if not deletion.cancelled():
+            deletion.exception()
 
     async def aclose(self) -> None:
         """Delete, finish, disconnect; everything is bounded."""
@@ -183,7 +177,9 @@ class _OnLoop:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _delete_all(self) -> None:
-        deletions = [asyncio.create_task(sandbox.delete_quietly()) for sandbox in list(self.open)]
+        for sandbox in list(self.open):
+            sandbox.begin_deletion()
+        deletions = list(self.deletions)
         if not deletions:
             return
         _, late = await asyncio.wait(deletions, timeout=DELETE_LIMIT)
@@ -290,6 +286,10 @@ class PrimeSandbox(Sandbox):
         """Delete the sandbox; a failure is logged only, for another error is on its way already."""
         await asyncio.shield(self._begin_deletion(self._here.lifecycle.delete_quietly))
 
+    def begin_deletion(self) -> None:
+        """Begin to delete the sandbox, without waiting for it."""
+        self._begin_deletion(self._here.lifecycle.delete_quietly)
+
     def check(self) -> None:
         """Raise `SandboxError` when this sandbox is no more."""
         if self._deleting is not None:
@@ -301,6 +301,8 @@ class PrimeSandbox(Sandbox):
             self._here.polls.drop(lambda key: key[0] == self._id, SandboxError(f"sandbox {self._id} was deleted"))
             self._here.open.discard(self)
             self._deleting = asyncio.create_task(delete(self._id))
+            self._here.deletions.add(self._deleting)
+            self._deleting.add_done_callback(self._here.deletion_ended)
         return self._deleting
 
     async def _must(self, command: str, what: str) -> str:

@@ -31,6 +31,7 @@ from workers.sandboxes.prime_errors import (
     http_status,
     platform_call,
     retry_after,
+    sandbox_error,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ RATE_LIMIT_DELAY = 10.0
 PAGE = 100
 #: Files that are moved at one time.
 TRANSFERS = 32
+#: Outputs that are read at one time: a sandbox without windows sends up to 10 MB for the 64 KB that are kept.
+READS = 8
 #: Calls that begin in one turn of the event loop: the SDK takes half a millisecond for each.
 PER_TURN = 4
 
@@ -71,6 +74,7 @@ class Platform:
         self._rate_limit_delay = rate_limit_delay
         self._specs: dict[str, SandboxSpec] = {}
         self._transfers = asyncio.Semaphore(TRANSFERS)
+        self._reads = asyncio.Semaphore(READS)
         self._turnstile = Turnstile(PER_TURN)
         self._sdk = AsyncSandboxClient(max_connections=2 * TRANSFERS, max_keepalive_connections=TRANSFERS)
         if not (hasattr(self._sdk, "_auth_cache") and hasattr(self._sdk, "_gateway_client")):
@@ -84,7 +88,8 @@ class Platform:
             api.client = httpx.AsyncClient(
                 headers=own.headers, follow_redirects=own.follow_redirects, timeout=own.timeout, transport=transport
             )
-        api.client.event_hooks = {"response": [self._refuse_to_wait]}
+        for client in (api.client, self._sdk._get_gateway_client()):
+            client.event_hooks = {"response": [self._refuse_to_wait]}
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -131,7 +136,7 @@ class Platform:
         """Look at each with a request of its own, for a platform that has no batches of them."""
         found = await asyncio.gather(*map(self._sdk.get, ids), return_exceptions=True)
         return {
-            sandbox_id: Unclear(_exception(sandbox))
+            sandbox_id: Unclear(sandbox_error("could not ask for the state of a sandbox", _exception(sandbox)))
             if isinstance(sandbox, BaseException)
             else self._state(sandbox_id, sandbox.model_dump())
             for sandbox_id, sandbox in zip(ids, found, strict=True)
@@ -282,7 +287,7 @@ class Platform:
 
     async def read(self, sandbox_id: str, path: str, *, offset: int, length: int) -> ReadFileResponse:
         """Return a window of a text file, or, from a sandbox that has no windows, all of it."""
-        async with queued(self._transfers):
+        async with queued(self._reads):
             return await self._call(
                 f"could not read {path!r}",
                 STATUS_LIMIT,

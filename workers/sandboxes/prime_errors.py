@@ -50,6 +50,10 @@ class RateLimitError(SandboxError):
         super().__init__("the platform wants fewer requests (HTTP 429)", detail=detail, retryable=True)
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy by what the constructor takes: each of those who wait for one look gets a copy of its error."""
+        return type(self), (self.retry_after, self.detail or ""), self.__dict__
+
 
 @asynccontextmanager
 async def platform_call(
@@ -79,11 +83,20 @@ async def platform_call(
     except Exception as error:
         if task.cancelling() > cancels:
             raise asyncio.CancelledError from None
+        if limited := _rate_limit_behind(error):
+            raise limited from error
         if clock.expired():
-            raise SandboxError(f"{what}: the platform did not answer within {limit:g} s") from error
+            raise SandboxError(f"{what}: the platform did not answer within {limit:.3g} s") from error
         raise sandbox_error(what, error, sandbox_id=sandbox_id, spec=spec) from error
     if task.cancelling() > cancels:
         raise asyncio.CancelledError
+
+
+def _rate_limit_behind(error: BaseException | None) -> RateLimitError | None:
+    """Return the 429 that the SDK has wrapped, as it does with whatever a request for a file raises."""
+    while error is not None and not isinstance(error, RateLimitError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def sandbox_error(
@@ -112,7 +125,9 @@ def sandbox_error(
         message, retryable = f"the platform refused it (HTTP {status})", False
     else:
         message, retryable = f"the platform failed (HTTP {status})" if status else _first_line(detail), True
-    return SandboxError(f"{what}: {message}", detail=detail, retryable=retryable)
+    refusal = SandboxError(f"{what}: {message}", detail=detail, retryable=retryable)
+    refusal.account = status in {401, 402}
+    return refusal
 
 
 def died(

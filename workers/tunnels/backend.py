@@ -25,6 +25,8 @@ class RegistrationGoneError(TunnelError):
 class StartRefusedError(TunnelError):
     """The service or this machine refuses to start tunnels, and will refuse the next one as well."""
 
+    account = True
+
 
 class RateLimitedError(TunnelError):
     """The service asks to start no tunnel for ``retry_after`` seconds."""

@@ -309,8 +309,8 @@ class _Client(TunnelClient):
 
 def _require_found(response: httpx.Response, operation: str) -> None:
     """Refuse the 404 that the SDK takes for an empty answer: there is no tunnel service at that address."""
-    if response.status_code == 404 and operation == "create tunnel":
-        raise sdk.TunnelError("Failed to create tunnel: not found")
+    if response.status_code == 404 and operation in {"create tunnel", "list tunnels"}:
+        raise sdk.TunnelError(f"Failed to {operation}: not found")
 
 
 class Redactor(logging.Filter):

@@ -36,7 +36,7 @@ from workers.gateway.server.upstream import Upstream
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
 #: The contract's ids, with room for the suffix that later attempts add.
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,159}")
 
 
 def create_app(
