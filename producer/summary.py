@@ -71,7 +71,8 @@ class Summary:
         if result.timing.total_ms:
             self.latency.setdefault(TOTAL, array("d")).append(result.timing.total_ms / 1000)
         if result.error and result.stop_condition is not StopCondition.CANCELLED:
-            self.errors.setdefault(result.error.kind.value, Seen()).add(result.error.message)
+            last_words = (result.error.detail or "").strip().splitlines()[-1:]
+            self.errors.setdefault(result.error.kind.value, Seen()).add("\n".join([result.error.message, *last_words]))
         for warning in result.warnings:
             self.warnings.add(warning)
         self.seconds = time.monotonic() - self._began
@@ -165,7 +166,7 @@ class Summary:
     def _show_errors(self, console: Console) -> None:
         if not self.errors and not self.warnings.count:
             return
-        table = Table("errors", "count", "first", title_justify="left")
+        table = Table("errors and warnings", "count", "the first one", title_justify="left")
         for kind, seen in [*sorted(self.errors.items()), ("warnings", self.warnings)]:
             if seen.count:
                 table.add_row(kind, str(seen.count), seen.first)

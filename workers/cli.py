@@ -140,14 +140,14 @@ def up(
         log_dir=log_dir,
     )
     with _stack_problems_end_it(), LocalStack(options, on_progress=_tell) as stack:
+        exports = "".join(f"  export {name}={value}\n" for name, value in stack.worker_variables().items())
         typer.echo(
             f"\nThe fleet is up; Ctrl-C ends it. In another terminal:\n\n"
             f"  export ROLLOUTS_REDIS_URL={stack.redis_url}\n"
             f"  rollouts status\n"
-            f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model} --run-command 'python3 AGENT.py'\n\n"
-            f"To add a worker, also:\n\n"
-            f"  export {' '.join(f'{name}={value}' for name, value in stack.worker_variables().items())}\n"
-            f"  rollouts worker --name another\n"
+            f"  rollouts run TASKS.jsonl --out results.jsonl --model {stack.model} "
+            '--run-command "python3 $PWD/AGENT.py"\n\n'
+            f"To add a worker:\n\n{exports}  rollouts worker --name another\n"
         )
         asyncio.run(stack.watch())
 

@@ -159,9 +159,9 @@ class Fleet:
             condition = await self._cancelled(job, claim, rollout)
         else:
             condition = rollout.stop_condition()
-            if rollout.error:
+            if rollout.error and self._is_ours(rollout, rollout.error):
                 self.breaker.record(rollout.error)
-            if rollout.error and (rollout.error.retryable or is_infrastructure(rollout.error)):
+            if rollout.error and (rollout.error.retryable or self._is_ours(rollout, rollout.error)):
                 await self._retry(claim, rollout, rollout.error)
         if claim.attempt > 1:
             rollout.failed_attempts = await self._when_redis_answers(
@@ -201,7 +201,7 @@ class Fleet:
         The first failures of what is not its own fault are not charged to it: a gateway that restarts must not end
         everything that begins meanwhile.
         """
-        counts = not is_infrastructure(error) or await self._excused(claim) >= self.settings.infrastructure_retries
+        counts = not self._is_ours(rollout, error) or await self._excused(claim) >= self.settings.infrastructure_retries
         if counts and (claim.last or not error.retryable):
             return
         delay = min(_RETRY_DELAY_MAX, 2.0 ** (claim.attempt - 1)) * random.uniform(0.5, 1.0)  # noqa: S311
@@ -211,6 +211,12 @@ class Fleet:
                 "%s: runs again in %.1f s or more: %s", claim.rollout_id, delay, error, extra=about(claim.rollout_id)
             )
             raise Ignore
+
+    def _is_ours(self, rollout: Rollout, error: ErrorInfo) -> bool:
+        """Whether this worker's infrastructure failed, and not a gateway that the request chose."""
+        chosen = rollout.request.gateway_url not in {None, self.settings.gateway_url}
+        of_gateway = error.kind in {ErrorKind.GATEWAY, ErrorKind.TUNNEL}
+        return is_infrastructure(error) and not (chosen and of_gateway)
 
     async def _excused(self, claim: Claim) -> int:
         """Return how many failures of the rollout's earlier attempts it was not charged for."""

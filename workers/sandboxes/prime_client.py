@@ -303,6 +303,8 @@ class Platform:
         while True:
             await self._turnstile()
             left = end - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise SandboxError(f"{what}: the platform wants us to wait", detail=f"for {limit:g} s in all")
             try:
                 async with platform_call(what, left, sandbox_id=sandbox_id, spec=self._specs.get(sandbox_id)):
                     return await call()

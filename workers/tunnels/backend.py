@@ -139,6 +139,8 @@ class Limits:
     start_attempts: int = 3
     #: By how much an outage may have begun before the process or this pool hears of it.
     notice: float = 5.0
+    #: How long the end of an agent waits for the service's word on its tunnel.
+    confirm_patience: float = 5.0
     #: Delay before the second try; it doubles with each further one, up to the maximum, and is jittered.
     backoff: float = 0.5
     backoff_max: float = 15.0

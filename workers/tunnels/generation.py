@@ -138,7 +138,9 @@ class Generation:
         if self._asked_next is None:
             work = self._ask_after(self._asking)
             self._asked_next = asyncio.get_running_loop().create_task(work, context=Context())
-        await asyncio.shield(self._asked_next)
+        with suppress(TimeoutError):  # a service that hangs is no reason to doubt a finished agent
+            async with asyncio.timeout(self._limits.confirm_patience):
+                await asyncio.shield(self._asked_next)
 
     async def _ask_after(self, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
