@@ -26,7 +26,8 @@ def agents() -> Iterator[Agents]:
         agents.close()
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+# One test process for each: a fleet takes seconds to start.
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SYSTEMS])
 def systems(request: pytest.FixtureRequest) -> str:
     """What a test's rollouts run on; a test that needs only one names it with ``indirect``."""
     return str(request.param)

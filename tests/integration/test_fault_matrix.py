@@ -38,6 +38,8 @@ from producer.contract import ErrorKind, Phase, StopCondition
 from producer.settings import ProducerSettings
 from workers.local import LocalStack
 
+pytestmark = pytest.mark.xdist_group("flow-matrix")
+
 Fleet = tuple[LocalStack, PrimeEmulator]
 
 AT_ONCE = 300

@@ -30,6 +30,8 @@ from workers.sandboxes import polls, prime_client, prime_lifecycle, prime_output
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxSpec
 from workers.sandboxes.prime import PrimeJob, PrimeSandboxes
 
+pytestmark = pytest.mark.xdist_group("sandbox-matrix")
+
 #: Platforms side by side. On the last ones a creation does not bring a token, which is asked for then.
 LANES, TOKEN_LANES = 12, 2
 #: More than once, as often as the time goes.

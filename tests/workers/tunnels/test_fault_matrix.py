@@ -27,6 +27,8 @@ from workers.errors import TunnelError
 from workers.tunnels.pool import TunnelPool
 from workers.tunnels.prime import PrimeBackend
 
+pytestmark = pytest.mark.xdist_group("tunnel-matrix")
+
 GATEWAY = "http://127.0.0.1:8080"
 LABELS = ("fleet:test", "worker:celery@w1")
 NOTHING: dict[str, list[Any]] = {"sandboxes": [], "tunnels": [], "processes": []}
