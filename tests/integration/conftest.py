@@ -26,8 +26,7 @@ def agents() -> Iterator[Agents]:
         agents.close()
 
 
-# One test process for each: a fleet takes seconds to start.
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SYSTEMS])
+@pytest.fixture(scope="module", params=SYSTEMS)
 def systems(request: pytest.FixtureRequest) -> str:
     """What a test's rollouts run on; a test that needs only one names it with ``indirect``."""
     return str(request.param)

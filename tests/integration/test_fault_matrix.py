@@ -152,7 +152,6 @@ WAVE: list[tuple[str, Site, dict[str, Any], Ends]] = [
     ("poll drop before", POLL, BEFORE, FIRST),
     ("poll drop after", POLL, AFTER, FIRST),
     ("poll NOT_FOUND", POLL, {"code": "NOT_FOUND"}, FIRST),
-    ("poll FORBIDDEN", POLL, {"code": "FORBIDDEN"}, second(Phase.AGENT)),
     ("output 500", OUTPUT, S500, FIRST),
     ("output 503", OUTPUT, S503, FIRST),
     ("output 429", OUTPUT, S429, FIRST),
