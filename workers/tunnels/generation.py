@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: One "disconnected" may be a reconnection that is under way.
 _DISCONNECTED_IN_A_ROW = 2
+#: Least seconds between two questions to the service about a tunnel that agents have just ended on.
+_SPACING = 0.1
 
 
 class State(StrEnum):
@@ -70,6 +72,7 @@ class Generation:
         self._registration = Registration.CONNECTED  # what the service said last
         self._outages: list[tuple[float, float]] = []  # since when it may have failed, and when that was noticed
         self._asking: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
         self._asked_next: asyncio.Task[None] | None = None
         self._nudged = asyncio.Event()
         self._settled = asyncio.Event()  # not RESTARTING
@@ -145,6 +148,9 @@ class Generation:
     async def _ask_after(self, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await asyncio.wait({earlier})
+            # Hundreds of agents may end at once: those that come meanwhile share this question.
+            await asyncio.sleep(max(0.0, self._asked_at + _SPACING - time.monotonic()))
+        self._asked_at = time.monotonic()
         self._asking, self._asked_next = self._asked_next, None
         await self.check()
 
