@@ -19,8 +19,7 @@ demo-llm: $(VENV)/.llm
 	$(BIN)/rollouts demo --llm --out demo-results.jsonl --overwrite
 
 test: $(VENV)/.dev
-	@# Hundreds of processes import the project: without their bytecode each compiles it anew.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
