@@ -26,7 +26,7 @@ def agents() -> Iterator[Agents]:
         agents.close()
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=[pytest.param(s, marks=pytest.mark.xdist_group(f"on-{s}")) for s in SYSTEMS])
 def systems(request: pytest.FixtureRequest) -> str:
     """What a test's rollouts run on; a test that needs only one names it with ``indirect``."""
     return str(request.param)

@@ -60,6 +60,7 @@ def test_the_demo_completes_64_rollouts_with_tokens(tmp_path: Path) -> None:
     assert 0 < sum(r["reward"] for r in results) < 64, "some samples are right and some are not"
 
 
+@pytest.mark.xdist_group("acceptance")
 @pytest.mark.parametrize("systems", ["local"], indirect=True)
 def test_a_file_of_tasks_runs_from_the_command_line(stack: LocalStack, tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
@@ -86,6 +87,7 @@ def test_a_file_of_tasks_runs_from_the_command_line(stack: LocalStack, tmp_path:
     assert json.loads(again.stdout)["errors"]["agent"]["count"] == 2
 
 
+@pytest.mark.xdist_group("acceptance")
 @pytest.mark.parametrize("systems", ["local"], indirect=True)
 def test_status_shows_the_worker(stack: LocalStack) -> None:
     status = json.loads(rollouts("status", "--json", redis_url=stack.redis_url).stdout)

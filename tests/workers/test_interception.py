@@ -24,6 +24,8 @@ from workers.registry import ConfigurationError, check
 from workers.settings import WorkerSettings
 from workers.systems import WorkerSystems
 
+pytestmark = pytest.mark.xdist_group("interception")
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:

@@ -28,6 +28,10 @@ from workers.local import LocalStack, StackError, StackOptions
 from workers.reaper import REAP_VARIABLE
 
 
+#: Tests that share a stack run in one process.
+shared = pytest.mark.xdist_group("local-stack")
+
+
 @pytest.fixture(scope="module")
 def progress() -> list[tuple[str, str]]:
     return []
@@ -56,6 +60,7 @@ def marked(token: str) -> list[psutil.Process]:
     return found
 
 
+@shared
 def test_every_part_answers(stack: LocalStack, progress: list[tuple[str, str]]) -> None:
     client = redis.Redis.from_url(stack.redis_url)
 
@@ -69,6 +74,7 @@ def test_every_part_answers(stack: LocalStack, progress: list[tuple[str, str]]) 
     stack.check()
 
 
+@shared
 def test_the_servers_want_their_keys(stack: LocalStack) -> None:
     port = redis.Redis.from_url(stack.redis_url).connection_pool.connection_kwargs["port"]
     with pytest.raises(redis.AuthenticationError):
@@ -78,6 +84,7 @@ def test_the_servers_want_their_keys(stack: LocalStack) -> None:
     assert httpx.post(f"{stack.gateway_url}/v1/rollouts/r1/register", json=body).status_code == 401
 
 
+@shared
 def test_no_secret_is_on_a_command_line_or_in_a_log(stack: LocalStack) -> None:
     password = redis.Redis.from_url(stack.redis_url).connection_pool.connection_kwargs["password"]
     shown = command_lines([child.process.pid for child in stack._children])
@@ -88,6 +95,7 @@ def test_no_secret_is_on_a_command_line_or_in_a_log(stack: LocalStack) -> None:
     assert stack.control_key not in shown
 
 
+@shared
 def test_workers_know_the_demo_and_report_themselves(stack: LocalStack) -> None:
     client = redis.Redis.from_url(stack.redis_url)
     (first, _) = client.zrange(broker.WORKERS, 0, -1)

@@ -21,6 +21,8 @@ from support import RedisServer, wait_until
 from producer import broker
 from workers import transport
 
+pytestmark = pytest.mark.xdist_group("pool-worker")
+
 ROOT = Path(__file__).parents[2]
 
 APP = '''

@@ -13,6 +13,8 @@ from producer import RolloutResult
 from producer.contract import StopCondition
 from workers.local import LocalStack
 
+pytestmark = pytest.mark.xdist_group("harbor-prime")
+
 RunOn = Callable[..., list[RolloutResult]]
 
 

@@ -20,6 +20,8 @@ from producer.harbor import AGENTS, read_tasks
 from workers.harbor.agents import BY_NAME
 from workers.local import LocalStack
 
+pytestmark = pytest.mark.xdist_group("harbor")
+
 MakeTask = Callable[..., Path]
 Run = Callable[..., list[RolloutResult]]
 
