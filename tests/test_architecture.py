@@ -121,6 +121,6 @@ def test_the_producer_imports_without_the_sandbox_and_tunnel_sdks() -> None:
 
 @pytest.mark.xdist_group("together")
 def test_tests_that_share_a_fleet_run_in_one_process(request: pytest.FixtureRequest) -> None:
-    """Where the runner ignores the groups, each of its processes starts a fleet of its own, and the suite takes long."""
+    """Where the runner ignores the groups, each of its processes starts fleets of its own: the suite takes long."""
     if request.config.getoption("loadgroup", None):
         assert request.node.nodeid.endswith("@together"), "this pytest ignores xdist_group; see pyproject.toml"

@@ -27,7 +27,6 @@ from workers.demo import llm
 from workers.local import LocalStack, StackError, StackOptions
 from workers.reaper import REAP_VARIABLE
 
-
 #: Tests that share a stack run in one process.
 shared = pytest.mark.xdist_group("local-stack")
 
