@@ -10,10 +10,10 @@ import re
 import uuid
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from producer.gateway_url import GatewayUrl
 from producer.validation import InvalidRequestError, dump, parse
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -35,6 +35,7 @@ __all__ = [
     "ErrorInfo",
     "ErrorKind",
     "FailedAttempt",
+    "GatewayUrl",
     "InvalidRequestError",
     "Phase",
     "Resources",
@@ -65,6 +66,7 @@ class ErrorKind(StrEnum):
     ENVIRONMENT = "environment"
     LEASE = "lease"
     CANCELLED = "cancelled"
+    LIMIT = "limit"
     INVALID_REQUEST = "invalid_request"
 
 
@@ -90,6 +92,12 @@ class Deadlines(_Frozen):
 
     A phase that exceeds its deadline ends the attempt with a typed error; the agent's own deadline is an outcome
     instead (`StopCondition.AGENT_TIMEOUT`), because its turns so far are worth keeping.
+
+    Two more bounds are off unless they are set here or by the worker (``ROLLOUTS_IDLE_LIMIT``,
+    ``ROLLOUTS_ROLLOUT_LIMIT``). ``idle`` ends an agent that has made no model call for that long, since its start or
+    the end of its last one, with an ``AgentStalledError``; a call in flight is not idleness. ``rollout`` ends the whole
+    attempt, whatever it is doing, with a ``RolloutLimitError``; only its clean-up, which has a deadline of its own,
+    comes after it. Both keep the turns so far, and neither is tried again.
     """
 
     register_: Seconds = Field(default=30, alias="register")
@@ -100,6 +108,8 @@ class Deadlines(_Frozen):
     trajectory: Seconds = 60
     score: Seconds = 600
     cleanup: Seconds = 60
+    idle: Seconds | None = None
+    rollout: Seconds | None = None
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
 
@@ -127,13 +137,15 @@ class Resources(_Frozen):
 class ErrorInfo(_Frozen):
     """One failure as data, from the fixed tree of `ErrorKind`.
 
-    ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status with the head of its body.
-    ``retryable`` says whether another attempt could end differently. ``account`` is set when a platform refuses the
-    worker's own account, whatever the request asks for: its key, its bill, its quota.
+    ``type`` is the name of the class that was raised, such as ``AgentStalledError``: it tells apart what is of one
+    kind; "" where nothing was raised. ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status
+    with the head of its body. ``retryable`` says whether another attempt could end differently. ``account`` is set when
+    a platform refuses the worker's own account, whatever the request asks for: its key, its bill, its quota.
     """
 
     kind: ErrorKind
     message: str
+    type: str = ""
     retryable: bool = False
     account: bool = False
     phase: Phase | None = None
@@ -171,19 +183,6 @@ class Timing(_Frozen):
 def new_rollout_id() -> str:
     """Return a fresh random rollout id."""
     return f"rollout_{uuid.uuid4().hex}"
-
-
-def _base_url(url: str) -> str:
-    url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is not an http(s) URL; give the gateway's base, such as http://gateway:8080")
-    if "@" in parts.netloc or parts.query or parts.fragment or parts.port == 0:  # a port above 65535 raises
-        raise ValueError("a gateway's base has no user, query or fragment, and a port from 1 to 65535")
-    return url
-
-
-GatewayUrl = Annotated[str, AfterValidator(_base_url)]
 
 
 class RolloutRequest(_Frozen):

@@ -5,14 +5,16 @@ RolloutError
 ├── TunnelError           the tunnel did not start, died, or was replaced
 ├── SandboxError          the sandbox was not created, died, or a command in it could not be run
 ├── AgentError            the agent could not be started, or exited with an error
+│   └── AgentStalledError the agent ran, but made no model call for longer than its idle limit
 ├── ModelError            the model behind the gateway failed
 ├── EnvironmentHookError  a hook of the environment raised or took too long
+├── RolloutLimitError     the whole attempt took longer than its hard limit
 └── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from producer.contract import ErrorInfo, ErrorKind, Phase
 
@@ -41,10 +43,18 @@ class RolloutError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.phase = phase
 
+    def again(self) -> Self:
+        """Return a copy to raise: several may get the same error, and each writes its own phase into its own."""
+        copy = type(self).__new__(type(self), *self.args)  # a class of its own may want more to be constructed
+        copy.__dict__.update(self.__dict__)
+        copy.__cause__ = self.__cause__
+        return copy
+
     def info(self, phase: Phase | None = None) -> ErrorInfo:
         """Return this error as data; ``phase`` is used where the error itself names none."""
         return ErrorInfo(
             kind=self.kind,
+            type=type(self).__name__,
             message=self.message,
             retryable=self.retryable,
             account=self.account,
@@ -80,6 +90,10 @@ class AgentError(RolloutError):
     kind = ErrorKind.AGENT
 
 
+class AgentStalledError(AgentError):
+    """The agent ran, but made no model call for too long; not tried again, as no failure of an agent is."""
+
+
 class ModelError(RolloutError):
     """The model behind the gateway failed."""
 
@@ -91,6 +105,12 @@ class EnvironmentHookError(RolloutError):
     """A hook of the environment raised, or took longer than its phase's deadline."""
 
     kind = ErrorKind.ENVIRONMENT
+
+
+class RolloutLimitError(RolloutError):
+    """The whole attempt took longer than its hard limit: it has had its time, so it is not tried again."""
+
+    kind = ErrorKind.LIMIT
 
 
 class InvalidRolloutError(RolloutError):

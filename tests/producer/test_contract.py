@@ -42,7 +42,9 @@ requests = st.builds(
     model=text.filter(bool),
     sampling_params=objects,
     env=st.dictionaries(names, text.filter(lambda t: "\x00" not in t), max_size=2),
-    deadlines=st.builds(Deadlines, agent=st.floats(0.1, 1000), register=st.integers(1, 100)),
+    deadlines=st.builds(
+        Deadlines, agent=st.floats(0.1, 1000), register=st.integers(1, 100), idle=st.none() | st.just(5)
+    ),
 )
 errors = st.builds(
     ErrorInfo, kind=st.sampled_from(ErrorKind), message=text, phase=st.none() | st.sampled_from(Phase), detail=text
@@ -88,6 +90,8 @@ def test_any_text_is_a_request_or_a_named_error(data):
         ({"priority": 10}, "priority: Input should be less than or equal to 9 (got int 10)"),
         ({"gateway_url": "ftp://x"}, "gateway_url: 'ftp://x' is not an http(s) URL"),
         ({"deadlines": {"agent": -1}}, "deadlines.agent: Input should be greater than 0"),
+        ({"deadlines": {"idle": 0}}, "deadlines.idle: Input should be greater than 0"),
+        ({"deadlines": {"rollout": 1e9}}, "deadlines.rollout: Input should be less than or equal to 604800"),
         ({"env": {"NOT OK": "x"}}, "env: 'NOT OK' is not an environment variable's name"),
         ({"env": {"A": "1"}, "secret_env": ["A"]}, "A: given in env and in secret_env"),
         ({"schema_version": 2}, "schema_version: 2 is not known here; this side speaks version 1"),
