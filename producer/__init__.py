@@ -16,7 +16,14 @@ from producer.contract import (
     StopCondition,
     Timing,
 )
-from producer.errors import FleetError, FleetFullError, FleetUnreachableError, RolloutConflictError, RunBrokenError
+from producer.errors import (
+    FleetError,
+    FleetEvictsError,
+    FleetFullError,
+    FleetUnreachableError,
+    RolloutConflictError,
+    RunBrokenError,
+)
 from producer.results import Results
 from producer.settings import ProducerSettings
 from producer.sync import SyncBatch, SyncHandle, SyncProducer
@@ -29,6 +36,7 @@ __all__ = [
     "ErrorInfo",
     "ErrorKind",
     "FleetError",
+    "FleetEvictsError",
     "FleetFullError",
     "FleetUnreachableError",
     "InvalidRequestError",

@@ -12,6 +12,7 @@ from typing import Any
 
 from producer.broker import JobState
 from producer.connection import CHUNK, CancelAnswer, Chunk, FleetConnection, Submitted, end
+from producer.consumption import TOGETHER, Consumption
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
 from producer.errors import FleetFullError, RolloutConflictError
 from producer.ids import new_batch_id, sample_rollout_id
@@ -48,6 +49,9 @@ class Batch(AsyncIterator[RolloutResult]):
     share the results. Errors of the requests' source, and `RolloutConflictError`, are raised once, from the iteration;
     iterating on delivers what is in flight.
 
+    Asking for the next result says that those before it are consumed: Redis keeps them, for this batch to be submitted
+    again or its results to be read again, for the producer's ``keep_consumed`` more.
+
     Without a ``batch_id`` the batch gets a fresh one. With one, a request that has an ``example_id`` and no
     ``rollout_id`` of its own is given ``BATCH-EXAMPLE-SAMPLE`` as its id, so that submitting the batch again, also from
     another process, finds the rollouts of the first time.
@@ -67,6 +71,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._lasting = connection.lasting()
         self._source = _Source(requests)
         self._completions = Completions(connection, self.batch_id)
+        self._consumption = Consumption(self._lasting, self.batch_id)
         self._counts = Counts()
         self._taken = Recent()
         #: Everything sent or being sent and not yet announced; `_sent` is the part whose sending is over.
@@ -105,6 +110,7 @@ class Batch(AsyncIterator[RolloutResult]):
 
     async def __anext__(self) -> RolloutResult:
         async with self._one_at_a_time:
+            self._consumption.came_back()
             while not self._fetched:
                 self._raise_error()
                 if self._announced:
@@ -112,7 +118,9 @@ class Batch(AsyncIterator[RolloutResult]):
                 elif self._closed or (self._feeder.done() and not self._waiting):
                     await self.aclose()
                     raise StopAsyncIteration
-                else:
+                elif (
+                    not await self._consumption.report()
+                ):  # having waited for it: look again before the event is cleared
                     self._changed.clear()
                     await self._changed.wait()
             # Take the entry off only after the last await: a cancelled caller loses nothing.
@@ -121,6 +129,7 @@ class Batch(AsyncIterator[RolloutResult]):
                 self._lasting, request.rollout_id, raw, self.batch_id, request, cancelled=self._cancelled
             )
             self._fetched.popleft()
+            self._consumption.took(request.rollout_id)
             self._count(result)
             return result
 
@@ -151,6 +160,7 @@ class Batch(AsyncIterator[RolloutResult]):
         """Do what `close` does, and wait until it is done."""
         self.close()
         await end(self._feeder, self._follower)
+        await self._consumption.end()
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +248,7 @@ class Batch(AsyncIterator[RolloutResult]):
                 await self._lasting.submit([self._waiting[rollout_id]])
 
     async def _fetch(self) -> None:
+        await self._consumption.report(at_least=TOGETHER)
         group = list(islice(self._announced, GROUP))
         stored = await self._lasting.stored_results([request.rollout_id for request in group])
         for request, raw in zip(group, stored, strict=True):

@@ -6,15 +6,18 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from producer.batch import Batch, Requests
 from producer.broker import JobState
 from producer.connection import CancelAnswer, FleetConnection
+from producer.consumption import forget
 from producer.contract import RolloutRequest, RolloutResult
 from producer.errors import FleetError
 from producer.results import START, Results, Waiters, read_result
+from producer.server import require_noeviction
 from producer.settings import ProducerSettings
 
 _GIVE_UP_SECONDS = 5.0
@@ -37,6 +40,7 @@ class Producer:
         self._patience = patience
         self._connection: FleetConnection | None = None
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[Results] = weakref.WeakSet()
         self._waiters: dict[str, Waiters] = {}
 
     @classmethod
@@ -45,8 +49,11 @@ class Producer:
         return cls(settings or ProducerSettings())
 
     async def __aenter__(self) -> Self:
-        connection = FleetConnection(self.settings.redis_url, patience=self._patience)
+        connection = FleetConnection(
+            self.settings.redis_url, patience=self._patience, keep_consumed=self.settings.keep_consumed
+        )
         await connection.open()
+        await self._check_server(connection)
         self._connection = connection
         return self
 
@@ -55,10 +62,21 @@ class Producer:
     ) -> None:
         await self.close()
 
+    async def _check_server(self, connection: FleetConnection) -> None:
+        if self.settings.allow_eviction:
+            return
+        try:
+            await connection.call(partial(require_noeviction, connection.redis, connection.url))
+        except BaseException:
+            await connection.close()
+            raise
+
     async def close(self) -> None:
         """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
         for batch in list(self._batches):
             await batch.aclose()
+        for results in list(self._followers):
+            await results.aclose()
         for waiters in list(self._waiters.values()):
             await waiters.aclose()
         connection, self._connection = self._connection, None
@@ -135,7 +153,9 @@ class Producer:
         lost or expired, the new one is read from its beginning; of results that were delivered before, at least the
         last 100,000 are known and not delivered again.
         """
-        return Results(self.connection, batch_id, after=after, count=count)
+        results = Results(self.connection, batch_id, after=after, count=count)
+        self._followers.add(results)
+        return results
 
     async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
         """Cancel rollouts, and say what was found for each. Those that run end a moment later, as cancelled."""
@@ -153,7 +173,9 @@ class Producer:
             if waiters.idle and self._waiters.get(batch_id) is waiters:
                 del self._waiters[batch_id]
         [raw] = await self.connection.stored_results([rollout_id])
-        return await read_result(self.connection, rollout_id, raw, batch_id)
+        result = await read_result(self.connection, rollout_id, raw, batch_id)
+        await forget(self.connection, batch_id, [rollout_id])
+        return result
 
 
 class RolloutHandle:
@@ -165,7 +187,10 @@ class RolloutHandle:
         self.batch_id = batch_id
 
     async def result(self, timeout: float | None = None) -> RolloutResult:
-        """Wait for the result, for at most ``timeout`` seconds; raises TimeoutError, and the rollout goes on."""
+        """Wait for the result, for at most ``timeout`` seconds; raises TimeoutError, and the rollout goes on.
+
+        It is consumed then: Redis keeps it for the producer's ``keep_consumed`` more.
+        """
         try:
             async with asyncio.timeout(timeout) as limit:
                 return await self._producer._result(self.rollout_id, self.batch_id)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import partial
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 from celery import Celery
@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 from producer import broker
 from producer.contract import RolloutRequest
 from producer.errors import FleetFullError, FleetUnreachableError, RolloutConflictError
+from producer.server import REFUSED, explained, is_refusal, redact
 
 T = TypeVar("T")
 
@@ -35,9 +36,9 @@ _BEFORE_RECORDS = (broker.PENDING, *broker.queue_keys())  # submit.lua's KEYS be
 _CALLS_AT_ONCE = 16
 _CANCEL_AGAIN = 0.1  # seconds
 _FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
+#: Entries of a stream that are looked at beyond those of what was consumed, and batches whose position is remembered.
+_LOOK_AHEAD, _BATCHES_KNOWN = 64, 1000
 
-#: Refusals that no retry mends; redis-py files them under ConnectionError.
-REFUSED = (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)
 TRANSIENT = (rx.ConnectionError, rx.TimeoutError, rx.ReadOnlyError, rx.MasterDownError, OSError)
 
 
@@ -103,27 +104,24 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
         _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN)
 
 
-def redact(url: str) -> str:
-    """Return a URL without user name, password or secret parameters, for messages."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(an unreadable URL)"
-    host = parts.netloc.rpartition("@")[2]
-    query = urlencode([(k, "***" if "pass" in k.lower() else v) for k, v in parse_qsl(parts.query)], safe="*/")
-    return urlunsplit((parts.scheme, f"***@{host}" if "@" in parts.netloc else host, parts.path, query, ""))
-
-
 class FleetConnection:
     """One producer's connection, bound to the event loop in which `open` is called.
 
     ``patience`` is for how many seconds a call is retried while Redis is away, before it raises
-    `FleetUnreachableError`.
+    `FleetUnreachableError`. What is `consumed` lives for ``keep_consumed`` seconds more.
     """
 
-    def __init__(self, redis_url: str, *, patience: float = 30.0) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        patience: float = 30.0,
+        keep_consumed: float = broker.KEEP_CONSUMED.total_seconds(),
+    ) -> None:
         self.url = redis_url
         self.patience = patience
+        self._keep_consumed = max(1, int(keep_consumed))
+        self._consumed_to: OrderedDict[str, str] = OrderedDict()
         self._ttl = int(broker.RESULT_TTL.total_seconds())
         self._app: Celery | None = None
         self._wakeups: dict[int, broker.WakeUp] = {}
@@ -145,6 +143,7 @@ class FleetConnection:
             ) from None
         self._submit = self.redis.register_script(broker.script("producer", "submit"))
         self._cancel = self.redis.register_script(broker.script("producer", "cancel"))
+        self._consume = self.redis.register_script(broker.script("producer", "consume"))
 
     async def open(self) -> None:
         """Check at once that Redis answers; raises `FleetUnreachableError`."""
@@ -163,8 +162,15 @@ class FleetConnection:
 
     def lasting(self) -> FleetConnection:
         """Return this connection with endless patience, for work that has begun and must outlast any outage."""
+        return self._with_patience(math.inf)
+
+    def impatient(self) -> FleetConnection:
+        """Return this connection with no patience, for what may as well not be done."""
+        return self._with_patience(0)
+
+    def _with_patience(self, patience: float) -> FleetConnection:
         other = copy.copy(self)
-        other.patience = math.inf
+        other.patience = patience
         return other
 
     async def call(self, operation: Callable[[], Awaitable[T]], *, patience: float | None = None) -> T:
@@ -186,15 +192,15 @@ class FleetConnection:
                     f"Redis at {redact(self.url)} has no memory left ({error}); raise its maxmemory, or keep fewer "
                     "rollouts in flight"
                 ) from None
+            except rx.ResponseError as error:
+                if is_refusal(error):
+                    self.raise_unreachable(error)
+                raise
             await backoff.wait()
 
     def raise_unreachable(self, error: Exception) -> NoReturn:
         """Raise the error that says which Redis, which setting, and what to do."""
-        raise FleetUnreachableError(
-            f"Redis at {redact(self.url)} cannot be used: {error or type(error).__name__}. Start it, or set "
-            "ROLLOUTS_REDIS_URL to the one that the workers use (or give --redis-url, when it holds no password); "
-            "`rollouts up` starts one here"
-        ) from error
+        raise FleetUnreachableError(explained(error, self.url)) from error
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -294,6 +300,30 @@ class FleetConnection:
         """Return the results as Celery's backend keeps them, None where there is none."""
         keys = [broker.result_key(rollout_id) for rollout_id in rollout_ids]
         return list(await self.call(lambda: _awaitable(self.redis.mget(keys))))
+
+    # -- consuming -----------------------------------------------------------------------------------------------------
+
+    async def consumed(self, batch_id: str, rollout_ids: Sequence[str]) -> None:
+        """Have Redis drop rollouts whose results were consumed, ``keep_consumed`` seconds from now.
+
+        The batch's stream goes too once all that it announces is consumed. Rollouts that have not ended are left alone.
+        """
+        stream = broker.stream_key(batch_id)
+        for start in range(0, len(rollout_ids), CHUNK):
+            ids = rollout_ids[start : start + CHUNK]
+            keys = [stream, *(key for i in ids for key in (broker.job_key(i), broker.result_key(i)))]
+            position = self._consumed_to.pop(batch_id, "-")
+            args: list[Any] = [
+                self._keep_consumed,
+                position,
+                2 * len(ids) + _LOOK_AHEAD,
+                broker.job_key(""),
+                broker.result_key(""),
+            ]
+            reply = await self.call(partial(self._consume, keys=keys, args=args))
+            self._consumed_to[batch_id] = reply.decode()
+            if len(self._consumed_to) > _BATCHES_KNOWN:
+                self._consumed_to.popitem(last=False)
 
 
 def _awaitable(reply: Any) -> Awaitable[Any]:

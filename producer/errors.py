@@ -3,6 +3,7 @@
     FleetError
     ├── FleetUnreachableError   Redis cannot be reached, or refuses the connection
     ├── FleetFullError          Redis has no memory left for what is sent
+    ├── FleetEvictsError        Redis would forget rollouts when it is full
     ├── RolloutConflictError    an id was submitted before with another request
     └── RunBrokenError          a run ended early, after it had submitted rollouts
 
@@ -24,6 +25,10 @@ class FleetUnreachableError(FleetError):
 
 class FleetFullError(FleetError):
     """Redis refuses to store more; nothing of what was being sent has been stored."""
+
+
+class FleetEvictsError(FleetError):
+    """Redis evicts keys when it is full, and would forget rollouts; the message says what to set."""
 
 
 class RolloutConflictError(FleetError):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import zstandard
+from redis import exceptions as rx
 
 from producer import broker
-from producer.connection import REFUSED, TRANSIENT, Backoff, FleetConnection, Record, end, redact
+from producer.connection import TRANSIENT, Backoff, FleetConnection, Record, end
+from producer.consumption import TOGETHER, Consumption
 from producer.contract import (
     ErrorInfo,
     ErrorKind,
@@ -23,6 +25,7 @@ from producer.contract import (
     StopCondition,
 )
 from producer.errors import FleetError
+from producer.server import REFUSED, redact
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +98,15 @@ class Completions:
         Positions are times. Redis lost the stream, or it expired, and the clock of the server that has it now is
         behind: its entries would never be read.
         """
-        if self.position != START:
-            key = broker.stream_key(self.batch_id)
-            if not await self._connection.redis.xrevrange(key, min=self.position, count=1):
+        if self.position == START:
+            return
+        try:
+            about: Any = await self._connection.redis.xinfo_stream(broker.stream_key(self.batch_id))
+        except rx.ResponseError:  # it has no stream
+            self.position = START
+        else:
+            # Not its last entry: entries of what was consumed are deleted.
+            if _moment(about["last-generated-id"].decode()) < _moment(self.position):
                 self.position = START
 
     async def _read_once(self, block: int | None) -> tuple[tuple[str, str], ...]:
@@ -108,6 +117,11 @@ class Completions:
         if entries:
             self.position = entries[-1][0]
         return entries
+
+
+def _moment(position: str) -> tuple[int, int]:
+    milliseconds, _, sequence = position.partition("-")
+    return int(milliseconds), int(sequence or 0)
 
 
 async def last_position(connection: FleetConnection, batch_id: str) -> str:
@@ -245,7 +259,8 @@ class Results(AsyncIterator[RolloutResult]):
     """The results of a batch as they complete, each once; ends after ``count`` of them, or never.
 
     ``position`` is the place in the batch's stream just after the last delivered result: a consumer that starts again
-    with ``after=position`` misses none.
+    with ``after=position`` misses none. Asking for the next result says that those before it are consumed: Redis keeps
+    them for the producer's ``keep_consumed`` more.
     """
 
     def __init__(
@@ -258,6 +273,7 @@ class Results(AsyncIterator[RolloutResult]):
         self._seen = Recent()
         self._announced: deque[tuple[str, str]] = deque()
         self._fetched: deque[tuple[str, str, bytes | None]] = deque()
+        self._consumption = Consumption(connection, batch_id)
         self._one_at_a_time = asyncio.Lock()
 
     def __aiter__(self) -> Results:
@@ -265,7 +281,9 @@ class Results(AsyncIterator[RolloutResult]):
 
     async def __anext__(self) -> RolloutResult:
         async with self._one_at_a_time:
+            self._consumption.came_back()
             if self._left is not None and self._left <= 0:
+                await self._consumption.end()
                 raise StopAsyncIteration
             while not self._fetched:
                 await self._fetch()
@@ -273,12 +291,18 @@ class Results(AsyncIterator[RolloutResult]):
             position, rollout_id, raw = self._fetched[0]
             result = await read_result(self._connection, rollout_id, raw, self._completions.batch_id)
             self._fetched.popleft()
+            self._consumption.took(rollout_id)
             self.position = position
             if self._left is not None:
                 self._left -= 1
             return result
 
+    async def aclose(self) -> None:
+        """Tell Redis which results are consumed; the last one that was taken is not among them."""
+        await self._consumption.end()
+
     async def _fetch(self) -> None:
+        await self._consumption.report(at_least=TOGETHER if self._announced else 1)
         while not self._announced:
             for position, rollout_id in (await self._completions.read()).entries:
                 if self._seen.add(rollout_id):

@@ -8,7 +8,11 @@ import redis
 from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from producer import broker
+
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+#: What ``ROLLOUTS_ALLOW_EVICTION`` does, for producers and workers.
+ALLOW_EVICTION = "Use a Redis whose maxmemory-policy is not noeviction, which forgets rollouts when it is full."
 
 
 def _redis_url(url: str) -> str:
@@ -36,3 +40,10 @@ class ProducerSettings(BaseSettings):
     max_in_flight: int = Field(
         default=1000, gt=0, description="How many of a batch's rollouts are in Redis, not yet delivered, at one time."
     )
+    keep_consumed: float = Field(
+        default=broker.KEEP_CONSUMED.total_seconds(),
+        ge=60,
+        le=broker.RESULT_TTL.total_seconds(),
+        description="Seconds for which Redis keeps a rollout whose result was consumed; the same in all producers.",
+    )
+    allow_eviction: bool = Field(default=False, description=ALLOW_EVICTION)

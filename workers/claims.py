@@ -130,7 +130,7 @@ class Claims:
             self.release(job)
 
     def _give_up(self, job: Job, claim: Claim) -> None:
-        request = RolloutRequest.parse(claim.request)
+        request = claim.parsed()
         if job.cancel_reason not in {CancelReason.CANCELLED, CancelReason.REVOKED}:
             counts = job.cancel_reason is not CancelReason.SHUTDOWN
             how = HandBack.over(f"worker {self._worker} did not start it: {job.cancel_reason}", counts=counts)
@@ -189,7 +189,8 @@ class Claims:
 def refused(task_id: str, carried: object) -> RolloutResult:
     """Tell what is wrong with a message's own request; raises `Ignore` when nothing is: then its claim is gone."""
     try:
-        _offered(task_id, carried)
+        if offered := _offered(task_id, carried):
+            offered.to_json()  # as for its record: it may be too large, or nested too deeply
     except InvalidRequestError as error:
         return invalid(task_id, str(error))
     raise Ignore

@@ -10,14 +10,16 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import redis.asyncio
-from redis.asyncio.retry import Retry
+from redis import Redis, RedisError, ResponseError
 from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from producer.connection import redact
+from producer.server import UNKNOWN_POLICY, explained, is_refusal, redact
+from workers.access import Access, look
 from workers.prime import credentials
 from workers.registry import ConfigurationError, check
 from workers.settings import WorkerSettings
@@ -53,7 +55,7 @@ async def examine(settings: WorkerSettings, environ: Mapping[str, str] | None = 
     """Do all checks that these settings call for, at the same time; returns their findings in a fixed order."""
     environ = os.environ if environ is None else environ
     checks: list[Callable[[], Awaitable[list[Finding]]]] = [
-        lambda: _redis(settings.redis_url),
+        lambda: asyncio.to_thread(_redis, settings.redis_url, settings.allow_eviction),
         lambda: _settings(settings, environ),
         lambda: _gateway(settings) if settings.use_gateway else _model(settings),
     ]
@@ -121,27 +123,43 @@ async def _frpc() -> list[Finding]:
     return [Finding("frpc", State.WARN, message)]
 
 
-async def _redis(url: str) -> list[Finding]:
-    client = redis.asyncio.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
+def _redis(url: str, allow_eviction: bool) -> list[Finding]:
     shown = redact(url)
     try:
-        async with client:
-            server = await client.info("server")
-            memory = await client.info("memory")
-            persistence = await client.info("persistence")
-    except (redis.RedisError, OSError, ValueError) as error:
+        with Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
+            access = look(client, url)
+            server, persistence = _info(client, "server"), _info(client, "persistence")
+    except (RedisError, OSError, ValueError) as error:
         message = f"{shown} does not answer: {error}; check ROLLOUTS_REDIS_URL, and that the server runs"
+        if is_refusal(error):
+            message = explained(error, url)
         return [Finding("redis", State.FAIL, message)]
-    version = server.get("valkey_version") or server.get("redis_version")
+    version = server.get("valkey_version") or server.get("redis_version") or "(not told)"
     found = [Finding("redis", State.OK, f"{shown} answers, version {version}")]
-    policy = memory.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        message = f"maxmemory-policy is {policy}: a full server would forget rollouts; set it to noeviction"
-        found.append(Finding("redis", State.WARN, message))
-    if not int(persistence.get("aof_enabled", 0)):
+    if access.refusal_problem:
+        found.append(Finding("redis", State.FAIL, access.refusal_problem))
+    found.append(_eviction(access, allow_eviction))
+    if persistence and not int(persistence.get("aof_enabled", 0)):
         message = "appendonly is off: a restart of the server forgets rollouts; set appendonly yes"
         found.append(Finding("redis", State.WARN, message))
     return found
+
+
+def _eviction(access: Access, allowed: bool) -> Finding:
+    if access.policy is None:
+        return Finding("redis", State.WARN, UNKNOWN_POLICY)
+    if access.eviction_problem:
+        return Finding("redis", State.WARN if allowed else State.FAIL, access.eviction_problem)
+    return Finding(
+        "redis", State.OK, f"maxmemory-policy is {access.policy}: a full server refuses, and forgets nothing"
+    )
+
+
+def _info(client: Redis, section: str) -> dict[str, Any]:
+    try:
+        return dict(client.info(section))
+    except ResponseError:  # forbidden to this user
+        return {}
 
 
 async def _settings(settings: WorkerSettings, environ: Mapping[str, str]) -> list[Finding]:

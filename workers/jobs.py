@@ -18,10 +18,13 @@ import redis
 from celery import Celery
 
 from producer import broker
-from producer.contract import FailedAttempt, RolloutRequest, StopCondition
+from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
 from workers.history import HandBack, history_line, packed, parsed, with_turns
 
 logger = logging.getLogger(__name__)
+
+#: Brackets in a request of which none can be nested too deeply; orjson writes 254 levels, and a result adds some.
+_SHALLOW = 200
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,24 @@ class Claim:
     last: bool
     batch_id: str
     request: bytes
+
+    def parsed(self) -> RolloutRequest:
+        """Return the request; raises `InvalidRequestError` for one that no producer of ours can have written.
+
+        It may be whatever somebody wrote into Redis, so its size is looked at before it is read: this is on the loop.
+        """
+        if len(self.request) > RolloutRequest.MAX_BYTES:
+            raise InvalidRequestError(
+                f"the request is {len(self.request)} bytes, more than {RolloutRequest.MAX_BYTES}; give large inputs by "
+                "reference, and let the environment's setup fetch them"
+            )
+        request = RolloutRequest.parse(self.request)
+        if request.rollout_id != self.rollout_id:
+            # It would use, and end, what is another rollout's at the gateway.
+            raise InvalidRequestError(f"rollout_id: {request.rollout_id!r}, in the record of another rollout")
+        if self.request.count(b"[") + self.request.count(b"{") > _SHALLOW:
+            request.to_json()  # refuses what is nested so deeply that its result could not be stored
+        return request
 
 
 @dataclass(frozen=True)

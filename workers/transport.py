@@ -8,11 +8,15 @@ time-out, and each costs four more commands. A wake-up call that is lost with it
 
 from __future__ import annotations
 
+import base64
 import logging
 from queue import Empty
 from typing import Any
 
 from kombu.transport import redis
+from kombu.utils.json import loads
+
+from producer import broker
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +26,29 @@ NAME = "workers.transport:Transport"
 
 #: What kombu and Celery raise for a list entry that is no message. Errors of the connection are none of these.
 _MALFORMED = (TypeError, ValueError, AttributeError, LookupError)
+
+
+#: The body of a task whose request is a text that is no JSON.
+_UNREADABLE = base64.b64encode(b'[["the message could not be decoded"], {}, {}]').decode()
+
+
+def _is_ours(message: Any) -> bool:
+    try:
+        return bool(message["headers"]["task"] == broker.RUN_ROLLOUT and isinstance(message["headers"]["id"], str))
+    except (TypeError, LookupError):
+        return False
+
+
+def _is_readable(message: Any) -> bool:
+    """Whether the body has arguments that Celery can read: its own reader is asked, whose recursion has an end."""
+    try:
+        body = message["body"]
+        if message["properties"].get("body_encoding") == "base64":
+            body = base64.b64decode(body)
+        args, kwargs, _ = loads(body)
+        return isinstance(args, list) and isinstance(kwargs, dict)
+    except (*_MALFORMED, RecursionError):
+        return False
 
 
 class Channel(redis.Channel):
@@ -36,6 +63,11 @@ class Channel(redis.Channel):
         except _MALFORMED:
             logger.exception("an entry of a queue is no message, and was dropped")
             raise Empty from None
+
+    def _unsubscribe_from(self, queue: str) -> None:
+        """Unsubscribe, if anything was subscribed: kombu would make a client for it, of a connection that is gone."""
+        if "subclient" in self.__dict__:
+            super()._unsubscribe_from(queue)
 
     def _restore(self, message: Any, leftmost: bool = False) -> None:
         """Put a message back that was delivered and not taken up, unless the connection is gone."""
@@ -52,6 +84,11 @@ class Transport(redis.Transport):
 
     def _deliver(self, message: Any, queue: str) -> None:
         """Deliver a message; one that Celery cannot take is not given back either."""
+        if _is_ours(message) and not _is_readable(message):
+            # Celery would drop it. So it ends as a request that is none, for whoever waits for its result.
+            message["body"] = _UNREADABLE
+            message["properties"]["body_encoding"] = "base64"
+            message["content-encoding"] = "utf-8"
         try:
             super()._deliver(message, queue)
         except _MALFORMED:

@@ -25,6 +25,7 @@ for i = 1, #KEYS - FIRST do
     -- The mark outlives a worker that restarts or misses the entry; the entry is what makes it quick.
     redis.call('HSET', job, 'cancel', 1)
     redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[2], '*', 'id', id)
+    redis.call('EXPIRE', KEYS[3], ARGV[1])
     answers[i] = 'requested'
   else
     answers[i] = state or 'unknown'

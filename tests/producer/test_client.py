@@ -27,8 +27,9 @@ from producer import (
     SyncProducer,
     broker,
 )
-from producer.connection import CHUNK, redact
+from producer.connection import CHUNK
 from producer.ids import sample_rollout_id
+from producer.server import redact
 
 
 def test_submit_writes_the_record_and_sends_one_wake_up_message(settings, idle_worker, make):

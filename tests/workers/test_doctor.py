@@ -19,6 +19,8 @@ from workers.doctor import State, examine
 from workers.interception import InterceptingGateway
 from workers.settings import WorkerSettings
 
+pytestmark = pytest.mark.xdist_group("doctor")
+
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrimeEmulator]:

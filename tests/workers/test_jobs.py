@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +15,8 @@ from celery import Celery
 from support import wait_until
 
 from producer import broker
-from producer.contract import ErrorInfo, ErrorKind, RolloutRequest, RolloutResult, StopCondition
+from producer.connection import FleetConnection
+from producer.contract import ErrorInfo, ErrorKind, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
 from workers import history, results
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
@@ -378,3 +381,70 @@ def test_a_cancelled_rollout_whose_worker_died_ends_as_cancelled(store: JobStore
     assert sweep(store, app)["cancelled"] == 1
     assert RolloutResult.parse(app.backend.get_task_meta("r1")["result"]).stop_condition is StopCondition.CANCELLED
     assert record(store)["outcome"] == "cancelled"
+
+
+def consume(redis_url: str, rollout_id: str) -> None:
+    """Consume a result as a producer does that keeps it for a second."""
+
+    async def main() -> None:
+        connection = FleetConnection(redis_url, keep_consumed=1)
+        await connection.consumed("b", [rollout_id])
+        await connection.close()
+
+    asyncio.run(main())
+
+
+def test_a_message_that_comes_again_after_its_rollout_was_consumed_and_dropped_runs_nothing(
+    store: JobStore, redis_url: str
+) -> None:
+    async def submit() -> None:
+        connection = FleetConnection(redis_url)
+        await connection.submit([request()])
+        await connection.close()
+
+    asyncio.run(submit())
+    claim = store.claim("r1", "w1")
+    assert isinstance(claim, Claim)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
+    consume(redis_url, "r1")
+    assert store.claim("r1", "w2") == "done"
+
+    wait_until(lambda: not store.exists("r1"))
+    assert store.client.exists(broker.result_key("r1"), broker.stream_key("b")) == 0
+    assert store.claim("r1", "w2") == "unknown"
+    assert not store.exists("r1")
+
+
+def test_a_message_that_carries_its_request_finds_a_record_for_as_long_as_ever(store: JobStore, redis_url: str) -> None:
+    claim = claimed(store)
+    assert store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
+    consume(redis_url, "r1")
+
+    wait_until(lambda: not store.client.exists(broker.result_key("r1"), broker.stream_key("b")))
+    assert store.claim("r1", "w2", request()) == "done"
+    assert store.client.ttl(broker.job_key("r1")) > broker.RESULT_TTL.total_seconds() - 100
+
+
+def test_a_commit_whose_answer_was_lost_and_that_comes_after_the_record_went_stores_nothing(
+    store: JobStore, redis_url: str
+) -> None:
+    claim = claimed(store)
+    store.client.delete(broker.job_key("r1"))
+    assert not store.commit("r1", claim.attempt, "b", StopCondition.COMPLETED, b"x")
+    assert store.client.exists(broker.result_key("r1"), broker.stream_key("b")) == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (b"[1]", "the request is list"),
+        (request("r2").to_json(), "rollout_id: 'r2', in the record of another rollout"),
+        (b" " * (RolloutRequest.MAX_BYTES + 1), "more than 16777216"),
+    ],
+    ids=["list", "another", "huge"],
+)
+def test_a_claim_gives_no_request_that_no_producer_can_have_written(request_: bytes, words: str) -> None:
+    claim = Claim("r1", 1, last=False, batch_id="b", request=request_)
+    with pytest.raises(InvalidRequestError, match=re.escape(words)):
+        claim.parsed()
+    assert replace(claim, request=request().to_json()).parsed() == request()
