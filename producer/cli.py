@@ -1,4 +1,4 @@
-"""The producer's commands: ``rollouts run`` and ``rollouts status``."""
+"""The producer's commands: ``rollouts run``, ``status``, ``show`` and ``report``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from rich.console import Console
 
 from producer.connection import FleetConnection
 from producer.contract import InvalidRequestError
-from producer.errors import FleetError, RunBrokenError
+from producer.errors import FleetError, RunBrokenError, first_of
+from producer.files.errors import ResultsFileError, TasksFileError
+from producer.files.lines import STDIN
+from producer.files.mapping import ColumnMapping
+from producer.files.output import ResultsOutput, prepare_results
+from producer.files.record import record_path, remember
 from producer.harbor import AGENTS, read_tasks
-from producer.results_file import ResultsFile, ResultsFileError
 from producer.runner import RunOptions, run_batch
 from producer.settings import ProducerSettings
 from producer.status import FleetStatus, read_status
 from producer.summary import Summary
-from producer.tasks_file import TaskDefaults, TasksFile, TasksFileError, run_batch_id
+from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
 
 __all__ = ["RunOptions", "Summary", "app", "bad_usage", "print_summary", "read_settings", "run_batch"]
+
+_PIPE_WIDTH = 200
 
 app = typer.Typer(
     name="rollouts", no_args_is_help=True, add_completion=False, help="Run LLM-agent rollouts on a fleet of workers."
@@ -46,10 +52,33 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 @app.command()
 def run(
     tasks: Annotated[
-        Path | None, typer.Argument(metavar="[TASKS.jsonl]", help="Tasks, one JSON object a line.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[TASKS]",
+            help="Tasks: a file with one JSON object a line, or - for standard input; a Parquet or Arrow file; the "
+            "folder of a Hugging Face dataset, or of such files.",
+            show_default=False,
+        ),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Results, one JSON object a line, as they come.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Results as they come: one JSON object a line, or with the suffix .parquet a folder of Parquet files.",
+        ),
+    ],
+    maps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", metavar="FIELD=COLUMN", help="Fill a field from a column, such as prompt=question. Repeatable."
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT|@FILE", help="The prompt, with columns in it, such as 'Solve: {question}'."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Which split of a dataset's folder.")] = None,
     harbor: Annotated[
         Path | None,
         typer.Option(metavar="TASKS_DIR", help="Instead of a file: tasks in Harbor's format, a folder each."),
@@ -69,14 +98,16 @@ def run(
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="On --resume, keep errors too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results in --out.")] = False,
 ) -> None:
-    """Run every task of a file, or of a folder of Harbor tasks, and write the results as they come.
+    """Run every task of a file or a dataset, or of a folder of Harbor tasks, and write the results as they come.
 
-    A line of TASKS.jsonl has any fields of a rollout request; example_id defaults to the line's number, and batch_id is
-    replaced by this run's own. With --harbor, a task's example_id is its folder's name, and --image and --timeout are
-    for tasks that name none. All tasks are checked before anything is submitted.
+    A line or row of TASKS has any fields of a rollout request; example_id defaults to its number, and batch_id is
+    replaced by this run's own. With --map or --template, other columns are left out. With --harbor, a task's example_id
+    is its folder's name, and --image and --timeout are for tasks that name none. All tasks are checked before anything
+    is submitted.
 
     --resume matches results to tasks by example_id and sample_index. Results that completed, or whose agent ran out of
-    time, are kept. Those with errors run again and their old lines are dropped, unless --keep-failed is given.
+    time, are kept. Those with errors run again and their old results are dropped, unless --keep-failed is given. Tasks
+    whose results are kept must be what they were.
 
     Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
     Redis, and nothing runs; 130 interrupted.
@@ -87,12 +118,22 @@ def run(
         settings = read_settings(redis_url)
         defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout)
         defaults.check()
-        file = _tasks(tasks, harbor, agent, defaults, samples)
-        if out.exists() and out.samefile(file.path):
+        mapping = ColumnMapping(maps or (), template)
+        if tasks is not None and harbor is None and agent is None:
+            file = TasksFile.load(tasks, defaults, samples, mapping=mapping, split=split, tell=_tell_checked)
+        elif mapping.is_set or split is not None:
+            bad_usage("--map, --template and --split are for tables and lines of JSON, given as TASKS")
+        else:
+            file = _harbor_tasks(tasks, harbor, agent, defaults, samples)
+        if mapping.left_out:
+            typer.echo(f"columns that are left out: {', '.join(sorted(mapping.left_out))}", err=True)
+        if file.path != STDIN and out.exists() and out.samefile(file.path):
             bad_usage(f"--out {out} is the file of tasks itself")
-        results = ResultsFile.prepare(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
+        results = prepare_results(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
+        if resume:
+            _refuse_changed(out, file, results)
         batch_id = run_batch_id(file.path)
-        left = len(file.all_samples - results.kept)
+        left = file.left(results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
         options = RunOptions(
@@ -102,6 +143,7 @@ def run(
             max_in_flight=max_in_flight,
             fresh_ids=() if resume else file.explicit_ids,
             resume_hint=_resume_command(sys.argv[1:]),
+            on_open=lambda: remember(out, file.digests()),
         )
         suffix = f"-{batch_id[-6:]}" if resume else ""
         summary = run_batch(file.requests(batch_id, results.kept, suffix), results, options)
@@ -120,21 +162,93 @@ def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
         found.show(Console())
 
 
-def _tasks(
+Results = Annotated[
+    Path, typer.Argument(metavar="RESULTS", help="What --out named: lines of JSON, or a folder of Parquet files.")
+]
+
+
+@app.command()
+def show(
+    results: Results,
+    rollout: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A rollout's id, how it begins, or its example id.", show_default=False),
+    ] = None,
+    *,
+    failed: Annotated[bool, typer.Option("--failed", help="Only errors, and agents that ran out of time.")] = False,
+    sort: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="By id, reward, turns, tokens, time or start.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Highest first.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Rollouts in the table; 0 for all.")] = 50,
+    full: Annotated[bool, typer.Option("--full", help="With ID, do not cut long texts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With ID, print the whole result as JSON.")] = False,
+) -> None:
+    """Show the results of a run as a table, or with ID one rollout's trajectory: its turns, tool calls and failures."""
+    from producer.files.read import ResultsReader
+    from producer.show import SORTS, Listing, find, show_listing, show_result
+
+    if sort is not None and sort not in SORTS:
+        bad_usage(f"--sort {sort}: there are {', '.join(SORTS)}")
+    if rollout is None and (full or as_json):
+        bad_usage("--full and --json are for one rollout; give its ID")
+    with _problems_end_it():
+        reader = ResultsReader(results)
+        if rollout is None:
+            show_listing(reader, Listing(failed, sort, reverse, limit), _console())
+        elif as_json:
+            sys.stdout.write(find(reader, rollout).to_json().decode() + "\n")
+        else:
+            show_result(find(reader, rollout), _console(), full=full)
+
+
+@app.command()
+def report(
+    results: Results,
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
+    trajectories: Annotated[int, typer.Option(min=0, help="Trajectories in the page; half of them failures.")] = 500,
+    title: Annotated[str | None, typer.Option(help="The page's title. [default: the results' name]")] = None,
+) -> None:
+    """Make one self-contained HTML page of a run's results: plots, and a browser of trajectories."""
+    from producer.files.read import ResultsReader
+    from producer.report import ReportOptions, write_report
+
+    if out.exists() and results.exists() and out.samefile(results):
+        bad_usage(f"--out {out} is the results themselves")
+    with _problems_end_it():
+        options = ReportOptions(title=title or f"Rollouts of {results.name}", trajectories=trajectories)
+        written = write_report(ResultsReader(results), out, options)
+    typer.echo(
+        f"{out}: {written.rollouts} rollouts, {written.trajectories} trajectories, {written.size / 1e6:.1f} MB",
+        err=True,
+    )
+
+
+def _harbor_tasks(
     tasks: Path | None, harbor: Path | None, agent: str | None, defaults: TaskDefaults, samples: int
 ) -> TasksFile:
-    """Read and check what is to be run, from the one place that is named."""
     if (tasks is None) == (harbor is None):
         bad_usage("give either a file of tasks, or --harbor TASKS_DIR")
-    if tasks is not None:
-        if agent is not None:
-            bad_usage("--agent is for --harbor; the agent of a file's tasks is their run_command")
-        return TasksFile.load(tasks, defaults, samples)
-    if agent is None or harbor is None:
+    if harbor is None:
+        bad_usage("--agent is for --harbor; the agent of a file's tasks is their run_command")
+    if agent is None:
         bad_usage(f"--harbor needs --agent; there are {', '.join(AGENTS)}")
     if defaults.run_command is not None:
         bad_usage("--run-command and --harbor exclude each other: --agent says what runs")
     return TasksFile.check(harbor.resolve(), read_tasks(harbor, agent, defaults.image), defaults, samples)
+
+
+def _tell_checked(count: int) -> None:
+    typer.echo(f"{count} tasks checked", err=True)
+
+
+def _refuse_changed(out: Path, file: TasksFile, results: ResultsOutput) -> None:
+    if found := list(file.changed(out, results.kept)):
+        bad_usage(
+            f"{len(found)} of the tasks whose results {out} holds are not what they were: {first_of(found)}; give the "
+            f"same tasks, model and template, or name another --out (or remove {record_path(out)} to mix them)"
+        )
 
 
 def _resume_command(arguments: list[str]) -> str:
@@ -173,7 +287,7 @@ def _problems_end_it() -> Iterator[None]:
         yield
     except TasksFileError as error:
         typer.echo(str(error), err=True)
-        bad_usage(f"{len(error.problems)} problem(s) in the tasks; nothing was submitted")
+        bad_usage(f"{error.count} problem(s) in the tasks; nothing was submitted")
     except RunBrokenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -190,6 +304,11 @@ async def _status(settings: ProducerSettings) -> FleetStatus:
         return await read_status(connection)
     finally:
         await connection.close()
+
+
+def _console() -> Console:
+    """Return a console for texts: as wide as the terminal, and wide enough for whole lines elsewhere."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def _print_json(value: dict[str, Any]) -> None:

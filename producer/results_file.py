@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,13 +19,13 @@ from typing import Any, Self
 import orjson
 
 from producer.contract import RolloutResult, StopCondition
-from producer.tasks_file import Sample
+from producer.files.errors import ResultsFileError
+from producer.files.index import Sample, SampleIndex
+
+__all__ = ["ResultsFile", "ResultsFileError", "is_kept", "parse_line", "sample_of"]
 
 _KEPT = {StopCondition.COMPLETED, StopCondition.AGENT_TIMEOUT}
-
-
-class ResultsFileError(Exception):
-    """The file of results cannot be used; the message says why and what to do."""
+_NEEDED = {"rollout_id", "example_id", "sample_index", "stop_condition"}
 
 
 @dataclass
@@ -37,9 +38,10 @@ class ResultsFile:
 
     path: Path
     overwrite: bool = False
-    kept: set[Sample] = field(default_factory=set)
+    kept: SampleIndex = field(default_factory=SampleIndex)
     kept_failed: int = 0
-    _keep_lines: list[bool] | None = None
+    is_full: bool = False
+    _keep_lines: bytearray | None = None
     _handle: int = -1
 
     @classmethod
@@ -93,8 +95,14 @@ class ResultsFile:
         if handle >= 0:
             os.close(handle)
 
-    def write(self, result: RolloutResult) -> None:
-        """Append one result as one line; raises `ResultsFileError`, and then leaves no half line."""
+    def roll(self) -> None:
+        """Do nothing: there are no parts to be made of what was written."""
+
+    def write(self, result: RolloutResult) -> int:
+        """Append one result as one line; raises `ResultsFileError`, and then leaves no half line.
+
+        Returns its length in bytes.
+        """
         line = result.to_json() + b"\n"
         end = os.fstat(self._handle).st_size
         try:
@@ -105,6 +113,7 @@ class ResultsFile:
             if self._regular():
                 os.ftruncate(self._handle, end)
             raise ResultsFileError(f"{self.path} cannot be written: {error.strerror}") from None
+        return len(line)
 
     def _open(self) -> int:
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -119,33 +128,24 @@ class ResultsFile:
         return stat.S_ISREG(os.fstat(self._handle).st_mode)
 
     def _read_kept(self, keep_failed: bool) -> None:
-        keep_lines = []
+        keep_lines = bytearray()
         for number, line in enumerate(_lines(self.path), start=1):
-            found = _parse(line)
-            if found is None and line.endswith(b"\n"):
-                raise ResultsFileError(f"{self.path}:{number}: is not a result; mend or remove the line, then resume")
-            keep = found is not None and self._is_kept(found, keep_failed)
+            found = parse_line(self.path, number, line)
+            keep = found is not None and is_kept(found, self.kept, keep_failed)
             if keep and found is not None:
-                self.kept.add(_sample(found))
+                self.kept.add(sample_of(found))
                 self.kept_failed += found["stop_condition"] != StopCondition.COMPLETED
             keep_lines.append(keep)
         self._keep_lines = keep_lines
 
-    def _is_kept(self, found: dict[str, Any], keep_failed: bool) -> bool:
-        if _sample(found) in self.kept:
-            return False
-        stop = found["stop_condition"]
-        return stop in _KEPT or (keep_failed and stop == StopCondition.HAS_ERROR)
-
-    def _rewrite(self, keep_lines: list[bool]) -> None:
+    def _rewrite(self, keep_lines: bytearray) -> None:
         """Drop the lines that are not kept, by replacing the file at once: a crash leaves the old one or the new."""
-        lines = list(zip(_lines(self.path), keep_lines, strict=False))
-        if all(keep and line.endswith(b"\n") for line, keep in lines):
+        if all(keep_lines) and _ends_a_line(self.path):
             return
         other = self.path.with_name(f".{self.path.name}.resume-{os.getpid()}")
         try:
             with other.open("wb") as file:
-                file.writelines(line.rstrip(b"\n") + b"\n" for line, keep in lines if keep)
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in compress(_lines(self.path), keep_lines))
                 file.flush()
                 os.fsync(file.fileno())
             other.chmod(stat.S_IMODE(self.path.stat().st_mode))
@@ -162,15 +162,37 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any] | None:
+    """Return a line's result as it stands there, None for the last line when it was cut short.
+
+    Raises `ResultsFileError` for anything else.
+    """
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return None
-    if not isinstance(found, dict) or not {"rollout_id", "example_id", "sample_index", "stop_condition"} <= set(found):
-        return None
-    return found
+        found = None
+    if isinstance(found, dict) and found.keys() >= _NEEDED:
+        return found
+    if line.endswith(b"\n"):
+        raise ResultsFileError(f"{path}:{number}: is not a result; mend or remove the line, then resume")
+    return None
 
 
-def _sample(found: dict[str, Any]) -> Sample:
+def is_kept(found: dict[str, Any], kept: SampleIndex, keep_failed: bool) -> bool:
+    """Whether a result stays when its run is resumed, where ``kept`` are those before it that do."""
+    stop = found["stop_condition"]
+    wanted = stop in _KEPT or (keep_failed and stop == StopCondition.HAS_ERROR)
+    return wanted and sample_of(found) not in kept
+
+
+def sample_of(found: dict[str, Any]) -> Sample:
+    """Return what names a result across runs."""
     return str(found["example_id"]), int(found["sample_index"])

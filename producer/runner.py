@@ -6,23 +6,28 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 from producer.batch import Batch
 from producer.client import Producer
-from producer.connection import FleetConnection, end, redact
+from producer.connection import FleetConnection, end
 from producer.contract import InvalidRequestError, RolloutRequest, StopCondition
 from producer.errors import FleetError, RunBrokenError, first_of
+from producer.files.errors import ResultsFileError
+from producer.files.output import ResultsOutput, prepare_results
 from producer.ids import new_batch_id
 from producer.progress import Progress, plain_or_rich
-from producer.results_file import ResultsFile, ResultsFileError
+from producer.server import redact
 from producer.settings import ProducerSettings
 from producer.status import workers_alive
 from producer.summary import Summary
+
+_IDS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -31,17 +36,19 @@ class RunOptions:
 
     ``total`` is the number of requests, for progress. ``fresh_ids`` are rollout ids that must not be in Redis yet, or
     nothing is submitted. ``resume_hint`` is printed after a Ctrl-C. ``wind_down`` is for how many seconds the
-    cancelled rollouts are waited for. ``overwrite`` applies when the results' file is given by its path.
+    cancelled rollouts are waited for. ``overwrite`` applies when the results' file is given by its path. ``on_open`` is
+    called once results are about to be written.
     """
 
     settings: ProducerSettings
     batch_id: str = field(default_factory=lambda: new_batch_id("run"))
     total: int | None = None
     max_in_flight: int | None = None
-    fresh_ids: Sequence[str] = ()
+    fresh_ids: Iterable[str] = ()
     resume_hint: str | None = None
     wind_down: float = 20.0
     overwrite: bool = False
+    on_open: Callable[[], None] | None = None
 
 
 class Interrupts:
@@ -74,11 +81,13 @@ class Interrupts:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def run_batch(requests: Iterable[RolloutRequest], out: Path | ResultsFile, options: RunOptions) -> Summary:
+def run_batch(requests: Iterable[RolloutRequest], out: Path | ResultsOutput, options: RunOptions) -> Summary:
     """Run a batch to its end, write each finished result to ``out`` as it comes, and return what it amounted to.
 
     The first Ctrl-C cancels what is in flight and keeps what is done, the second leaves at once; both give a summary
     that says ``interrupted``. Cancelled rollouts are counted and not written, so that resuming runs them.
+
+    ``out`` given by its path is Parquet when that is its suffix, and else one JSON object a line.
 
     Raises:
         FleetUnreachableError: Redis does not answer at the start; nothing was submitted.
@@ -89,15 +98,19 @@ def run_batch(requests: Iterable[RolloutRequest], out: Path | ResultsFile, optio
     return asyncio.run(run_batch_async(requests, out, options))
 
 
-async def run_batch_async(requests: Iterable[RolloutRequest], out: Path | ResultsFile, options: RunOptions) -> Summary:
+async def run_batch_async(
+    requests: Iterable[RolloutRequest], out: Path | ResultsOutput, options: RunOptions
+) -> Summary:
     """Do what `run_batch` does, on the running event loop."""
-    file = out if isinstance(out, ResultsFile) else ResultsFile.prepare(out, overwrite=options.overwrite)
+    file = prepare_results(out, overwrite=options.overwrite) if isinstance(out, Path) else out
     summary = Summary(batch_id=options.batch_id, kept=len(file.kept), kept_failed=file.kept_failed)
     with Interrupts().installed() as interrupts:
         async with Producer(options.settings) as producer:
             await _refuse_known(producer.connection, options.fresh_ids)
             await _warn_without_workers(producer.connection)
             with file, plain_or_rich(options.total) as progress:
+                if options.on_open is not None:
+                    options.on_open()
                 run = _Run(producer, file, summary, options)
                 await run.to_the_end(requests, interrupts, progress)
     if summary.interrupted and options.resume_hint:
@@ -106,7 +119,7 @@ async def run_batch_async(requests: Iterable[RolloutRequest], out: Path | Result
 
 
 class _Run:
-    def __init__(self, producer: Producer, file: ResultsFile, summary: Summary, options: RunOptions) -> None:
+    def __init__(self, producer: Producer, file: ResultsOutput, summary: Summary, options: RunOptions) -> None:
         self._producer = producer
         self._file = file
         self._summary = summary
@@ -145,6 +158,8 @@ class _Run:
         async for result in self._batch:
             if result.stop_condition is not StopCondition.CANCELLED:
                 self._file.write(result)
+                if self._file.is_full:
+                    await asyncio.to_thread(self._file.roll)
             self._summary.add(result)
 
     async def _wind_down(self, work: asyncio.Task[None], second: asyncio.Event) -> None:
@@ -178,8 +193,11 @@ class _Run:
             progress.show(self._batch.counts)
 
 
-async def _refuse_known(connection: FleetConnection, rollout_ids: Sequence[str]) -> None:
-    known = [i for i, state in (await connection.states(rollout_ids)).items() if state is not None]
+async def _refuse_known(connection: FleetConnection, rollout_ids: Iterable[str]) -> None:
+    known: list[str] = []
+    some = iter(rollout_ids)
+    while not known and (chunk := list(islice(some, _IDS_AT_ONCE))):
+        known = [i for i, state in (await connection.states(chunk)).items() if state is not None]
     if known:
         raise FleetError(
             f"rollout id used by an earlier run: {first_of(known)}; leave rollout_id out of the tasks or change it, or "

@@ -1,13 +1,14 @@
-"""Reads a file of tasks, one JSON object a line, and expands it into requests; or tasks that were read elsewhere.
+"""Checks tasks, wherever they come from, and expands them into requests.
 
-All tasks are checked before the first request leaves: every wrong line is named by its number and field.
+All tasks are checked before the first request leaves: every wrong line or row is named by its number and field. They
+are then read again, as room is made for them, so that a million of them never stands in memory.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,33 +17,20 @@ from typing import Any
 import orjson
 
 from producer.contract import InvalidRequestError, RolloutRequest
+from producer.files.errors import TasksChangedError, TasksFileError
+from producer.files.index import NameIndex, Sample, SampleIndex
+from producer.files.lines import Task
+from producer.files.mapping import ColumnMapping
+from producer.files.record import changed, digest
+from producer.files.source import open_tasks
+from producer.files.tables import plain
 from producer.ids import safe_id, sample_rollout_id
 
-SHOWN_PROBLEMS = 20
-_BOM = b"\xef\xbb\xbf"
+__all__ = ["Sample", "Task", "TaskDefaults", "TasksFile", "TasksFileError", "run_batch_id"]
 
-#: What names one rollout of a file across runs: its example id, as text, and its sample index.
-Sample = tuple[str, int]
-
-
-class TasksFileError(Exception):
-    """The file cannot be used; ``problems`` holds one sentence for each wrong line, with its number and field."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        shown = problems[:SHOWN_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"... {len(problems) - len(shown)} more; {len(problems)} problems in all")
-        super().__init__("\n".join(shown))
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task: its number, which is its example id unless it gives one, where it stands, and its fields as JSON."""
-
-    number: int
-    where: str
-    line: bytes
+#: Wrong lines that are kept to be shown; the others are counted.
+_KEPT_PROBLEMS = 1000
+_TELL_EVERY = 100_000
 
 
 @dataclass(frozen=True)
@@ -72,57 +60,102 @@ class TaskDefaults:
 
 @dataclass
 class TasksFile:
-    """Checked tasks; `load` a file, or `check` others. They are kept as they are and become requests one at a time."""
+    """Checked tasks; `load` a file, or `check` others. They become requests one at a time, as they are asked for."""
 
     path: Path
     defaults: TaskDefaults
     samples: int
-    _tasks: list[Task] = field(default_factory=list)
-    _samples: set[Sample] = field(default_factory=set)
-    _explicit: dict[str, int] = field(default_factory=dict)
+    mapping: ColumnMapping = field(default_factory=ColumnMapping)
+    _tasks: Iterable[Task] = ()
+    _samples: SampleIndex = field(default_factory=SampleIndex)
+    _explicit: NameIndex = field(default_factory=NameIndex)
 
     @classmethod
-    def load(cls, path: Path, defaults: TaskDefaults, samples: int = 1) -> TasksFile:
-        """Read and check the whole file; raises `TasksFileError`."""
-        lines = enumerate(_read(path).removeprefix(_BOM).split(b"\n"), start=1)
-        checked = cls.check(
-            path, [Task(n, f"{path}:{n}", line) for n, line in lines if line.strip()], defaults, samples
-        )
-        if not checked._tasks:
-            raise TasksFileError([f"{path}: holds no tasks; each line is one JSON object with a rollout's fields"])
+    def load(
+        cls,
+        path: Path,
+        defaults: TaskDefaults,
+        samples: int = 1,
+        *,
+        mapping: ColumnMapping | None = None,
+        split: str | None = None,
+        tell: Callable[[int], None] | None = None,
+    ) -> TasksFile:
+        """Read and check everything that ``path`` holds (see `open_tasks`); raises `TasksFileError`.
+
+        ``tell`` is called with their number whenever another 100,000 tasks were looked at.
+        """
+        mapping = mapping or ColumnMapping()
+        checked = cls.check(path, open_tasks(path, split, mapping), defaults, samples, mapping, tell)
+        if not checked._samples:
+            raise TasksFileError([f"{path}: holds no tasks; each line or row is one, with a rollout's fields"])
         return checked
 
     @classmethod
-    def check(cls, path: Path, tasks: Iterable[Task], defaults: TaskDefaults, samples: int = 1) -> TasksFile:
-        """Check tasks that come from ``path``; raises `TasksFileError`."""
-        checked, problems = cls(path, defaults, samples), []
-        for task in tasks:
+    def check(
+        cls,
+        path: Path,
+        tasks: Iterable[Task],
+        defaults: TaskDefaults,
+        samples: int = 1,
+        mapping: ColumnMapping | None = None,
+        tell: Callable[[int], None] | None = None,
+    ) -> TasksFile:
+        """Check tasks that come from ``path`` and can be iterated more than once; raises `TasksFileError`."""
+        checked = cls(path, defaults, samples, mapping or ColumnMapping(), tasks)
+        problems: list[str] = []
+        count = 0
+        for number, task in enumerate(tasks, start=1):
+            if tell is not None and number % _TELL_EVERY == 0:
+                tell(number)
             try:
                 checked._add(task)
             except InvalidRequestError as error:
-                problems.append(f"{task.where}: {error}")
+                count += 1
+                if len(problems) < _KEPT_PROBLEMS:
+                    problems.append(f"{task.where}: {error}")
         if problems:
-            raise TasksFileError(problems)
+            raise TasksFileError(problems, count)
         return checked
 
     @property
-    def all_samples(self) -> frozenset[Sample]:
-        """Every rollout that the file stands for."""
-        return frozenset(self._samples)
+    def all_samples(self) -> Iterator[Sample]:
+        """Every rollout that the tasks stand for."""
+        for example, first in self._samples:
+            for index in self._indices(first):
+                yield example, index
+
+    def digests(self) -> Iterator[tuple[Sample, int]]:
+        """Return the first sample of each task, with a hash of what the task is."""
+        return self._samples.items()
+
+    def changed(self, results: Path, kept: Container[Sample]) -> Iterator[str]:
+        """Return the example ids of tasks that have ``kept`` results, and are not what they were for these results."""
+        for example, first in changed(results, self.digests()):
+            if any((example, index) in kept for index in self._indices(first)):
+                yield example
+
+    def left(self, skip: Container[Sample] = ()) -> int:
+        """Return how many rollouts the tasks stand for, without those in ``skip``."""
+        return sum(sample not in skip for sample in self.all_samples)
 
     @property
-    def explicit_ids(self) -> list[str]:
-        """The rollout ids that the lines themselves give."""
-        return list(self._explicit)
+    def explicit_ids(self) -> Iterator[str]:
+        """The rollout ids that the tasks themselves give."""
+        return iter(self._explicit)
 
-    def requests(self, batch_id: str, skip: Collection[Sample] = (), suffix: str = "") -> Iterator[RolloutRequest]:
+    def requests(self, batch_id: str, skip: Container[Sample] = (), suffix: str = "") -> Iterator[RolloutRequest]:
         """Return the requests, without those in ``skip``; the same file and batch id give the same rollout ids.
 
-        ``suffix`` is put behind the ids that lines give: a rollout that runs again needs an id of its own.
+        ``suffix`` is put behind the ids that tasks give: a rollout that runs again needs an id of its own. Raises
+        `InvalidRequestError` for what was changed since it was checked, so far as that shows.
         """
-        for task in self._tasks:
-            request, explicit = self._parse(task)
-            for index in self._indices(request):
+        for task in self._checked_tasks():
+            try:
+                request, explicit = self._parse(task)
+            except InvalidRequestError as error:
+                raise TasksChangedError(f"{task.where}: changed since it was checked: {error}") from None
+            for index in self._indices(request.sample_index):
                 if (str(request.example_id), index) in skip:
                     continue
                 yield request.model_copy(
@@ -134,28 +167,30 @@ class TasksFile:
                     }
                 )
 
+    def _checked_tasks(self) -> Iterator[Task]:
+        try:
+            yield from self._tasks
+        except TasksFileError as error:
+            raise TasksChangedError(f"{error}; it could be read when it was checked") from None
+
     def _add(self, task: Task) -> None:
         request, explicit = self._parse(task)
-        for index in self._indices(request):
-            sample = (str(request.example_id), index)
-            if sample in self._samples:
-                raise InvalidRequestError(
-                    f"example_id {request.example_id!r} with sample_index {index} comes twice; results could not be "
-                    "told apart: give each line an example_id of its own, or leave it out"
-                )
-            self._samples.add(sample)
-            if explicit:
-                self._note_explicit(self._rollout_id(request, explicit, index, "", ""), task.number)
-        self._tasks.append(task)
+        # With several samples of each task, its first stands for them all.
+        if not self._samples.add((str(request.example_id), request.sample_index), digest(request)):
+            raise InvalidRequestError(
+                f"example_id {request.example_id!r} with sample_index {request.sample_index} comes twice; results "
+                "could not be told apart: give each line an example_id of its own, or leave it out"
+            )
+        for index in self._indices(request.sample_index) if explicit else ():
+            self._note_explicit(self._rollout_id(request, explicit, index, "", ""), task.number)
 
     def _note_explicit(self, rollout_id: str, number: int) -> None:
-        if rollout_id in self._explicit:
-            first = self._explicit[rollout_id]
+        first = self._explicit.add(rollout_id, number)
+        if first is not None:
             raise InvalidRequestError(f"rollout_id: {rollout_id!r} is taken by line {first} already; ids must differ")
-        self._explicit[rollout_id] = number
 
     def _parse(self, task: Task) -> tuple[RolloutRequest, bool]:
-        given = _object(task.line)
+        given = self._given(task)
         explicit = "rollout_id" in given
         if self.samples > 1 and "sample_index" in given:
             raise InvalidRequestError(f"sample_index: given, while {self.samples} samples are asked for; drop one")
@@ -167,8 +202,14 @@ class TasksFile:
             raise InvalidRequestError(str(error).replace("model: missing; it is required", hint)) from None
         return request, explicit
 
-    def _indices(self, request: RolloutRequest) -> range:
-        return range(self.samples) if self.samples > 1 else range(request.sample_index, request.sample_index + 1)
+    def _given(self, task: Task) -> dict[str, Any]:
+        if isinstance(task.line, bytes):
+            return self.mapping.apply(_object(task.line))
+        fields = self.mapping.apply(plain(task.line))
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def _indices(self, first: int) -> range:
+        return range(self.samples) if self.samples > 1 else range(first, first + 1)
 
     def _rollout_id(self, request: RolloutRequest, explicit: bool, index: int, batch_id: str, suffix: str) -> str:
         if not explicit:
@@ -196,14 +237,3 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(task, dict):
         raise InvalidRequestError(f"{type(task).__name__} found; each line is one JSON object with a rollout's fields")
     return task
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise TasksFileError([f"{path}: no such file"]) from None
-    except IsADirectoryError:
-        raise TasksFileError([f"{path}: is a directory; give a file with one JSON object a line"]) from None
-    except OSError as error:
-        raise TasksFileError([f"{path}: cannot be read: {error.strerror}"]) from None

@@ -342,7 +342,7 @@ def test_tasks_become_requests_like_lines_of_a_file(make_task: MakeTask) -> None
     checked = TasksFile.check(folder, read_tasks(folder, "nop", "i"), defaults, samples=2)
     requests = list(checked.requests("batch", {("one", 0)}))
 
-    assert checked.all_samples == {("one", 0), ("one", 1), ("two", 0), ("two", 1)}
+    assert set(checked.all_samples) == {("one", 0), ("one", 1), ("two", 0), ("two", 1)}
     assert [(r.example_id, r.sample_index, r.deadlines.agent, r.image) for r in requests] == [
         ("one", 1, 7, "i"),
         ("two", 0, 5, "i"),

@@ -104,10 +104,10 @@ def test_ids_are_the_same_for_the_same_file_and_batch(write):
 
 def test_explicit_ids_are_kept_and_get_a_suffix_when_they_run_again(write):
     tasks = load(write({"rollout_id": "mine"}))
-    assert tasks.explicit_ids == ["mine"]
+    assert list(tasks.explicit_ids) == ["mine"]
     assert [r.rollout_id for r in tasks.requests("b")] == ["mine"]
     assert [r.rollout_id for r in tasks.requests("b", suffix="-x1")] == ["mine-x1"]
-    assert load(write({"rollout_id": "mine"}), samples=2).explicit_ids == ["mine-0", "mine-1"]
+    assert list(load(write({"rollout_id": "mine"}), samples=2).explicit_ids) == ["mine-0", "mine-1"]
 
 
 def test_options_fill_what_a_line_leaves_out(write):

@@ -1,0 +1,1 @@
+"""The files of a batch: where its tasks come from, and where its results go."""
