@@ -1,0 +1,170 @@
+"""What the chart renders, run as plain processes with the rendered commands, variables, configuration and probes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helm.chart import Helm, Resource, container, of_kind, variables, workloads
+from support import free_port, wait_until
+
+from producer import SyncProducer
+from producer.contract import StopCondition
+from producer.settings import ProducerSettings
+from workers.demo.environment import demo_requests
+from workers.local import find_redis_server
+
+ROLLOUTS = 20
+
+pytestmark = pytest.mark.timeout(240)  # four processes start
+
+
+@dataclass
+class Cluster:
+    """This host as the one node of a cluster: names of services lead to it, volumes are folders."""
+
+    directory: Path
+    resources: list[Resource]
+    ports: dict[str, int]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def here(self, text: str) -> str:
+        """Return ``text`` with the cluster's addresses and paths replaced by this host's."""
+        text = text.replace("fleet-redis:6379", f"127.0.0.1:{self.ports['redis']}")
+        text = text.replace("fleet-gateway:", "127.0.0.1:").replace("0.0.0.0", "127.0.0.1")
+        return text.replace("/tmp/", f"{self.directory}/").replace("find /tmp ", f"find {self.directory} ")
+
+    def variables(self, name: str) -> dict[str, str]:
+        """Return what the container would find in its environment."""
+        rendered = variables(workloads(self.resources)[name], of_kind(self.resources, "Secret"))
+        # Of the image: the path, and where it may write.
+        image = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(self.directory),
+            "TMPDIR": str(self.directory),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        }
+        return image | {key: self.here(value) for key, value in rendered.items()}
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Start the container's command."""
+        main = container(workloads(self.resources)[name])
+        command = [self.here(str(word)) for word in (*main["command"], *main.get("args", []))]
+        with (self.directory / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, env=self.variables(name), cwd=self.directory, stdout=log, stderr=log, start_new_session=True
+            )
+        self.processes[name] = process
+        return process
+
+    def start_redis(self) -> None:
+        """Start the server with the configuration of the bundled one; it is called with a file, as in its pod."""
+        (data := self.directory / "data").mkdir()
+        text = of_kind(self.resources, "Secret")["fleet-redis"]["stringData"]["valkey.conf"]
+        here = f"bind 127.0.0.1\nport {self.ports['redis']}\nloglevel warning\n"
+        path = self.directory / "valkey.conf"
+        path.write_text(text.replace("dir /data", f'dir "{data}"') + here)
+        self.processes["fleet-redis"] = subprocess.Popen([find_redis_server(), str(path)], stdout=subprocess.DEVNULL)
+
+    def passes(self, name: str, probe: str) -> bool:
+        """Ask what the kubelet would ask."""
+        main = container(workloads(self.resources)[name])
+        asked: dict[str, Any] = main[probe]
+        if "exec" in asked:
+            command = [self.here(word) for word in asked["exec"]["command"]]
+            return subprocess.run(command, env=self.variables(name), check=False).returncode == 0
+        (port,) = [port["containerPort"] for port in main["ports"] if port["name"] == asked["httpGet"]["port"]]
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{asked['httpGet']['path']}").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def await_probe(self, name: str, probe: str) -> None:
+        def passes() -> bool:
+            assert self.processes[name].poll() is None, self.log(name)
+            return self.passes(name, probe)
+
+        wait_until(passes, timeout=60, what=f"the {probe} of {name}")
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def cluster(helm4: Helm, tmp_path: Path) -> Iterator[Cluster]:
+    ports = {name: free_port() for name in ("redis", "gateway", "admin", "model")}
+    over = {
+        "gateway": {"port": ports["gateway"], "upstream": f"http://127.0.0.1:{ports['model']}/v1"},
+        "admin": {"port": ports["admin"]},
+        "worker": {"drainTimeout": 20, "handoverTimeout": 60},
+        "settings": {"lease_ttl": 10},
+    }
+    with ExitStack() as stack:
+        found = Cluster(tmp_path, helm4.render("trial", over), ports)
+        stack.callback(found.close)
+        yield found
+
+
+def test_the_rendered_commands_run_a_fleet(cluster: Cluster) -> None:
+    model = [sys.executable, "-m", "workers.demo.model", "--port", str(cluster.ports["model"])]
+    cluster.processes["model"] = subprocess.Popen(model)
+    cluster.start_redis()
+    parts = ("fleet-worker-default", "fleet-gateway", "fleet-beat")
+    for name in parts:
+        cluster.start(name)
+    for name in parts:
+        cluster.await_probe(name, "livenessProbe")
+    for name in parts[:2]:
+        cluster.await_probe(name, "startupProbe")
+        cluster.await_probe(name, "readinessProbe")
+
+    worker = cluster.variables("fleet-worker-default")
+    requests = demo_requests(2, stream=False)[:ROLLOUTS]
+    with SyncProducer(ProducerSettings(redis_url=worker["ROLLOUTS_REDIS_URL"])) as producer:
+        results = list(producer.submit_many(requests))
+
+    assert len(results) == ROLLOUTS
+    assert {result.stop_condition for result in results} == {StopCondition.COMPLETED}
+    assert all(result.trajectory for result in results)
+    assert 1.0 in {result.reward for result in results}, "the stand-in for a model gets some of them wrong"
+    _metrics_want_the_rendered_token(cluster, worker)
+    _the_command_finds_the_worker(worker)
+    _all_end_in_time(cluster, parts)
+
+
+def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -> None:
+    url = f"http://127.0.0.1:{cluster.ports['admin']}/metrics"
+    assert httpx.get(url).status_code == 401
+    metrics = httpx.get(url, headers={"Authorization": f"Bearer {worker['ROLLOUTS_ADMIN_TOKEN']}"})
+    assert metrics.status_code == 200
+    assert "rollouts_loop_behind_seconds" in metrics.text
+
+
+def _the_command_finds_the_worker(worker: dict[str, str]) -> None:
+    done = subprocess.run(shlex.split("rollouts probe ready"), env=worker, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "running\n"), done.stderr
+
+
+def _all_end_in_time(cluster: Cluster, parts: tuple[str, ...]) -> None:
+    for name in parts:
+        cluster.processes[name].send_signal(signal.SIGTERM)
+    for name in parts:
+        # uvicorn ends the gateway by the same signal, after its orderly shutdown.
+        expected = -signal.SIGTERM if name == "fleet-gateway" else 0
+        assert cluster.processes[name].wait(60) == expected, cluster.log(name)

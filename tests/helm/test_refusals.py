@@ -1,0 +1,107 @@
+"""Wrong values are refused, in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helm.chart import Helm
+
+#: What is wrong, the values file that it is put over, the values, and what the refusal says.
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no Redis": ("fixed", {"redis": {"external": {"url": ""}}}, "redis.mode=bundled for a trial"),
+    "two Redises": ("fixed", {"redis": {"external": {"existingSecret": "r"}}}, "keep one of them"),
+    "a password in the URL": (
+        "fixed",
+        {"redis": {"external": {"url": "redis://:secret@redis:6379/0"}}},
+        "put the URL into a Secret",
+    ),
+    "no model server": ("fixed", {"gateway": {"upstream": ""}}, "set it to your model server"),
+    "an external gateway without URL": ("fixed", {"gateway": {"mode": "external"}}, "set it to the gateway's URL"),
+    "a gateway's URL that is not used": ("fixed", {"gateway": {"url": "http://g"}}, "set gateway.mode=external"),
+    "grace below drain": (
+        "fixed",
+        {"worker": {"terminationGracePeriodSeconds": 60}},
+        "pool default is 60, and its pods need 390 to drain",
+    ),
+    "grace below a pool's own drain": (
+        "pools",
+        {"pools": {"small": {"drainTimeout": 3600}}, "worker": {"terminationGracePeriodSeconds": 600}},
+        "pool small is 600, and its pods need 3690 to drain",
+    ),
+    "a gateway's grace below its drain": (
+        "fixed",
+        {"gateway": {"terminationGracePeriodSeconds": 20}},
+        "the gateway needs 45 to end",
+    ),
+    "no key for the platform": (
+        "fixed",
+        {"prime": {"existingSecret": ""}},
+        "a Secret with the platform's API key",
+    ),
+    "Flower without a password": ("fixed", {"flower": {"enabled": True}}, "so it wants a password"),
+    "agents' secrets without a Secret": (
+        "fixed",
+        {"worker": {"agentSecrets": {"names": ["HF_TOKEN"]}}},
+        "name the Secret that holds them",
+    ),
+    "fewer pods at most than at least": (
+        "fixed",
+        {"worker": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
+        "less than minReplicas",
+    ),
+    "no address for KEDA": ("production", {"redis": {"external": {"address": ""}}}, "set it to HOST:PORT"),
+    "both fields of a budget": (
+        "fixed",
+        {"worker": {"podDisruptionBudget": {"minAvailable": 1}}},
+        "set the other to null",
+    ),
+    "pools of one queue with different environments": (
+        "pools",
+        {"pools": {"small": {"environments": {"other": "m:C"}}}},
+        "serve queue rollouts and offer different environments",
+    ),
+}
+
+#: What the schema refuses: it names the value.
+MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a typo": ({"worker": {"concurency": 5}}, "concurency"),
+    "a typo in a pool": ({"pools": {"a": {"replica": 5}}}, "replica"),
+    "a typo at the top": ({"gatway": {}}, "gatway"),
+    "a setting that does not exist": ({"settings": {"leese_ttl": 5}}, "leese_ttl"),
+    "a setting that the chart makes itself": ({"settings": {"drain_timeout": 5}}, "drain_timeout"),
+    "a wrong type": ({"worker": {"concurrency": "many"}}, "concurrency"),
+    "no concurrency": ({"worker": {"concurrency": 0}}, "concurrency"),
+    "no worker at least": ({"worker": {"autoscaling": {"minReplicas": 0}}}, "minReplicas"),
+    "an unknown mode": ({"gateway": {"mode": "cloud"}}, "mode"),
+    "a queue that nobody fills": ({"worker": {"queues": ["gpu"]}}, "queues"),
+    "a pool's name that is none": ({"pools": {"Big_Pool": {}}}, "Big_Pool"),
+    "a privileged port": ({"gateway": {"port": 80}}, "port"),
+    "an environment that is no class": ({"worker": {"environments": {"math": "my_module"}}}, "environments"),
+    "local sandboxes by mistake": ({"sandboxes": {"provider": "local"}}, "allowLocal"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_values_that_cannot_work_are_refused(helm4: Helm, what: str) -> None:
+    values, over, words = WRONG[what]
+
+    assert words in helm4.refusal(values, over)
+
+
+@pytest.mark.parametrize("what", MISTAKEN)
+def test_mistaken_values_are_refused(helm4: Helm, what: str) -> None:
+    over, name = MISTAKEN[what]
+
+    assert name in helm4.refusal("fixed", over)
+
+
+def test_both_versions_refuse(helm: Helm) -> None:
+    assert "redis.mode=bundled" in helm.refusal("fixed", {"redis": {"external": {"url": ""}}})
+    assert "concurency" in helm.refusal("fixed", {"worker": {"concurency": 5}})
+
+
+def test_dangerous_values_are_refused_without_the_schema_too(helm4: Helm) -> None:
+    local = {"sandboxes": {"provider": "local"}}
+
+    assert "isolates nothing" in helm4.refusal("fixed", local, "--skip-schema-validation")

@@ -1,0 +1,69 @@
+"""Every values file in ci/ renders under both versions of Helm into what Kubernetes and the operators accept."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from helm.binaries import development_module
+from helm.chart import CI, Helm, Resource
+
+KUBERNETES = ("1.29", "1.33")
+#: Where the models of custom resources are.
+OPERATORS = {
+    "keda.sh/v1alpha1": "cloudcoil.models.keda.v1alpha1",
+    "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+
+pytestmark = pytest.mark.xdist_group("chart")  # the schemas and models are read once
+
+
+@pytest.mark.parametrize("values", CI)
+def test_it_renders_what_kubernetes_accepts(helm: Helm, values: str) -> None:
+    lint = helm.lint(values)
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+    resources = helm.render(values)
+
+    assert resources
+    for resource in resources:
+        _accepted(json.dumps(resource))
+
+
+@cache  # most are the same under both versions of Helm, and in several files
+def _accepted(text: str) -> None:
+    resource = json.loads(text)
+    if resource["apiVersion"] in OPERATORS:
+        _accepted_by_operator(resource)
+        return
+    for version in KUBERNETES:
+        development_module("kubernetes_validate").validate(resource, version, strict=True)
+
+
+def _accepted_by_operator(resource: Resource) -> None:
+    models = development_module(OPERATORS[resource["apiVersion"]])
+    read = getattr(models, resource["kind"]).model_validate(resource)
+    # The models pass over fields that they do not know: those would be missing in what they write.
+    assert read.model_dump(mode="json", by_alias=True, exclude_unset=True) == resource
+
+
+def test_a_field_that_no_operator_knows_is_noticed(helm4: Helm) -> None:
+    (scaled,) = [r for r in helm4.render("prime") if r["kind"] == "ScaledObject"]
+    scaled["spec"]["advanced"]["scalingModifier"] = {}
+
+    with pytest.raises((AssertionError, ValueError)):
+        _accepted_by_operator(scaled)
+
+
+def test_every_kind_of_installation_is_in_ci() -> None:
+    assert set(CI) == {"trial", "production", "prime", "pools", "fixed"}
+
+
+def test_the_notes_name_commands_of_this_release(helm4: Helm) -> None:
+    notes = helm4.notes("pools", release="mine")
+
+    assert "deployment/mine-worker-fixed -- rollouts doctor" in notes
+    assert "rollouts status" in notes
+    assert "rollouts run" in notes
+    assert "no volume" in notes, "what a trial may lose is said"
