@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from yarl import URL
 
 from producer.contract import Phase
-from workers.aio import Turnstile, off_the_clock, uninterrupted
+from workers.aio import Turnstile, queued, uninterrupted
 from workers.connections import session
 from workers.errors import GatewayError
-from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration, Trajectory, rollout_path
+from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Progress, Registration, Trajectory, rollout_path
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,8 @@ class HttpGateway:
     async def fetch_trajectory(self, gateway_url: str, rollout_id: str) -> Trajectory:
         """Return what was recorded so far; tens of megabytes for long rollouts."""
         url = f"{_url(gateway_url, rollout_id)}/trajectory?wait={self._trajectory_wait:g}"
-        async with off_the_clock() if self._fetches.locked() else nullcontext():
-            await self._fetches.acquire()
-        try:
+        async with queued(self._fetches):
             content = await self._repeat("GET", url)
-        finally:
-            self._fetches.release()
         try:
             return Trajectory.model_validate(orjson.loads(content))
         except (orjson.JSONDecodeError, ValidationError) as error:
@@ -121,6 +117,18 @@ class HttpGateway:
                 detail=f"{_head(str(error))}",
                 retryable=False,
             ) from None
+
+    async def progress(self, gateway_url: str, rollout_id: str) -> Progress:
+        """Return how far the rollout has come, from its trajectory where the gateway has no ``progress``."""
+        url = f"{_url(gateway_url, rollout_id)}/progress"
+        try:
+            return Progress.model_validate(orjson.loads(await self._repeat("GET", url)))
+        except GatewayStatusError as error:
+            if error.status not in {404, 405}:
+                raise
+        except (orjson.JSONDecodeError, ValidationError):
+            pass  # some gateways answer any path with a page of their own
+        return Progress.of(await self.fetch_trajectory(gateway_url, rollout_id))
 
     async def cancel(self, gateway_url: str, rollout_id: str) -> None:
         """Refuse the rollout's further model calls; a rollout that is forgotten already makes none."""
@@ -202,40 +210,27 @@ class HttpGateway:
         headers: dict[str, str] | None = None,
         **request: Any,
     ) -> bytes:
-        await self._take_slot()
-        if self._session is None:
-            self._session = session(keepalive_expiry=KEEPALIVE_EXPIRY)
-        try:
-            call = self._session.request(
-                method,
-                URL(url, encoded=True),
-                headers=self._headers | (headers or {}),
-                timeout=self._times,
-                allow_redirects=False,
-                **request,
-            )
-            # One bound for all of a call, and for what it answers: the address may have come with a request.
-            async with asyncio.timeout(None if method == "GET" else self._timeout), call as response:
-                body = await _bounded_body(response, LARGEST_TRAJECTORY if method == "GET" else LARGEST_ANSWER)
-        except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
-            self._raise_unanswered(url, error)
-        finally:
-            self._slots.release()
+        async with queued(self._slots):
+            await self._turnstile()
+            if self._session is None:
+                self._session = session(keepalive_expiry=KEEPALIVE_EXPIRY)
+            try:
+                call = self._session.request(
+                    method,
+                    URL(url, encoded=True),
+                    headers=self._headers | (headers or {}),
+                    timeout=self._times,
+                    allow_redirects=False,
+                    **request,
+                )
+                # One bound for all of a call, and for what it answers: the address may have come with a request.
+                async with asyncio.timeout(None if method == "GET" else self._timeout), call as response:
+                    body = await _bounded_body(response, LARGEST_TRAJECTORY if method == "GET" else LARGEST_ANSWER)
+            except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
+                self._raise_unanswered(url, error)
         if response.ok or (missing_ok and response.status == 404):
             return body
         raise _refused(url, response.status, body)
-
-    async def _take_slot(self) -> None:
-        if self._slots.locked():
-            async with off_the_clock():
-                await self._slots.acquire()
-        else:
-            await self._slots.acquire()
-        try:
-            await self._turnstile()
-        except BaseException:
-            self._slots.release()
-            raise
 
     def _raise_unanswered(self, url: str, error: Exception) -> NoReturn:
         detail = _head(f"{type(error).__name__}: {error}")

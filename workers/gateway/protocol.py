@@ -1,7 +1,7 @@
 """What the worker and the rollout gateway say to each other.
 
 Source: the protocol of prime-rl's rollout gateway as the verifiers 0.1.11 mixin speaks it; bodies and answers are the
-same JSON, so either side works with the other's counterpart. Ours adds one header at registration.
+same JSON, so either side works with the other's counterpart. Ours adds one header at registration, and ``progress``.
 """
 
 from __future__ import annotations
@@ -60,6 +60,41 @@ class Trajectory(BaseModel):
     idle_seconds: float | None = None
 
 
+class Progress(BaseModel):
+    """Answer of ``progress``: how far a running rollout has come, cheap enough to be asked for often.
+
+    ``in_flight`` says that a model call is running. ``idle_seconds`` is how long ago the last call ended, by the
+    gateway's own clock; None before the first one, and from a gateway that does not tell. ``failed_calls`` are no
+    ``turns``. The tokens are summed over the turns as the model's server counted them: a prompt counts at each turn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    rollout_id: str
+    status: RolloutStatus
+    turns: int
+    failed_calls: int = 0
+    in_flight: bool = False
+    idle_seconds: float | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Progress:
+        """Return what a trajectory tells of it, for a gateway that has no ``progress``."""
+        tokens = [step.get("tokens") or {} for step in trajectory.trajectory]
+        return cls(
+            rollout_id=trajectory.rollout_id,
+            status=trajectory.status,
+            turns=trajectory.num_turns,
+            failed_calls=trajectory.failed_calls,
+            in_flight=trajectory.in_flight,
+            idle_seconds=trajectory.idle_seconds,
+            prompt_tokens=sum(len(of_step.get("prompt_ids") or ()) for of_step in tokens),
+            completion_tokens=sum(len(of_step.get("completion_ids") or ()) for of_step in tokens),
+        )
+
+
 def rollout_path(rollout_id: str) -> str:
     """Return the path of a rollout's own base on the gateway; an OpenAI client appends ``/chat/completions``."""
     return f"/v1/rollouts/{rollout_id}"
@@ -76,6 +111,10 @@ class Gateway(Protocol):
 
     async def fetch_trajectory(self, gateway_url: str, rollout_id: str) -> Trajectory:
         """Return what was recorded so far."""
+        ...
+
+    async def progress(self, gateway_url: str, rollout_id: str) -> Progress:
+        """Return how far the rollout has come, without its trajectory where the gateway can tell."""
         ...
 
     async def cancel(self, gateway_url: str, rollout_id: str) -> None:

@@ -176,7 +176,7 @@ def test_a_fault_of_the_gateways_own_is_json_too(gateway: Any, model: Any, monke
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("internal words")
 
-    monkeypatch.setattr("workers.gateway.server.chat.close_turn", broken)
+    monkeypatch.setattr("workers.gateway.server.calls.scan_answer", broken)
     rollout = gateway.register()
     answer = gateway.chat(rollout)
     assert answer.status_code == 500

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-CONTROL = [("POST", "register"), ("POST", "cancel"), ("POST", "unregister"), ("GET", "trajectory")]
-AGENT = [("POST", "chat/completions"), ("GET", "models")]
+from workers.gateway.server.dialects.table import CHAT
+
+CONTROL = [
+    *(("POST", route) for route in ("register", "cancel", "unregister")),
+    *(("GET", route) for route in ("trajectory", "trajectory?format=compact", "progress")),
+]
+AGENT = [("POST", "chat/completions"), ("GET", "models"), ("GET", "v1/models")]
 WRONG_HEADERS: dict[str, dict[str, str]] = {
     "none": {},
     "wrong": {"authorization": "Bearer wrong"},
@@ -43,6 +48,22 @@ def test_every_route_refuses_every_wrong_key(guarded: Any, model: Any) -> None:
     assert model.requests == []
 
 
+def test_the_routes_of_these_tests_are_all_there_are(shared: Any) -> None:
+    app = shared[2].app
+    routes = {*app._calls, *app._sides, *app._control, "models", "v1/models"}
+    assert routes - {path for path in app._calls | app._sides if app._calls.get(path) is not CHAT} == {
+        route.partition("?")[0] for _, route in CONTROL + AGENT
+    }
+
+
+def test_every_dialects_routes_want_the_rollouts_key(guarded: Any, shared: Any, model: Any) -> None:
+    app = shared[2].app
+    for route in [*app._calls, *app._sides]:
+        for headers in [*WRONG_HEADERS.values(), {"authorization": "Bearer control-key"}, {"x-api-key": "wrong"}]:
+            assert call(guarded, "POST", route, headers).status_code == 401, (route, headers)
+    assert model.requests == []
+
+
 def test_an_agents_key_opens_its_model_and_nothing_else(guarded: Any) -> None:
     for headers in ({"authorization": "Bearer agent-key"}, {"x-api-key": "agent-key"}):
         for method, route in AGENT:
@@ -56,7 +77,7 @@ def test_the_control_key_opens_control_and_no_model(guarded: Any) -> None:
     for method, route in AGENT:
         assert call(guarded, method, route, headers).status_code == 401
     statuses = [call(guarded, method, route, headers).status_code for method, route in reversed(CONTROL)]
-    assert statuses == [200, 200, 404, 200]  # trajectory, unregister, cancel of a forgotten one, register
+    assert statuses == [200, 200, 200, 200, 404, 200]  # three of GET, unregister, cancel of a forgotten one, register
 
 
 def test_one_rollouts_key_does_not_open_another(gateway: Any) -> None:

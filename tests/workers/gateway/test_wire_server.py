@@ -97,6 +97,7 @@ def without_added_nulls(body: Any, upstream: list[dict[str, Any]]) -> Any:
 
 def check_trajectory(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     ours.pop("idle_seconds")
+    assert ours.pop("integrity")["branches"] is not None
     assert (ours.pop("failures"), ours.pop("failed_calls"), ours.pop("in_flight")) == ([], 0, False)  # ours has more
     for index in OWN_PARAMS.get(name, []):
         extras = ours["trajectory"][index].pop("extras")

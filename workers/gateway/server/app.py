@@ -1,244 +1,324 @@
-"""The gateway's routes: who may call what, and which part answers. All state hangs off ``app.state``."""
+"""The gateway as a bare ASGI application: who may call what, and which part answers. Its parts hang off ``state``."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
+import orjson
 
-from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration
-from workers.gateway.server.calls import ChatCalls
-from workers.gateway.server.chat import parse_json
-from workers.gateway.server.errors import (
-    GatewayRefusal,
-    UpstreamError,
-    answer_disconnect,
-    answer_fault,
-    answer_refusal,
-    invalid,
-    json_response,
-    too_large,
-    unauthorized,
-)
-from workers.gateway.server.recorder import RecordedRollout, Recorder, key_digest
-from workers.gateway.server.upstream import Upstream
+from workers.gateway.server.admin import Admin, is_inner_host
+from workers.gateway.server.calls import CallSettings, ModelCalls
+from workers.gateway.server.control import Control
+from workers.gateway.server.dialects import Dialect, JsonObject, Side, SideCall
+from workers.gateway.server.dialects.table import DIALECTS
+from workers.gateway.server.errors import GatewayRefusal, UpstreamError, fault_message, unauthorized
+from workers.gateway.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
+from workers.gateway.server.gate import Gate
+from workers.gateway.server.journal import Journal
+from workers.gateway.server.jsonio import parse_object
+from workers.gateway.server.metrics import Metrics
+from workers.gateway.server.openapi import document
+from workers.gateway.server.recorder import REGISTRATION_TTL, RecordedRollout, Recorder, key_digest
+from workers.gateway.server.relay import Relay
+from workers.gateway.server.snapshot import restore
+from workers.gateway.server.upkeep import keep_tidy, settle_when_idle
+from workers.gateway.server.upstreams import UpstreamLimits, Upstreams
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+#: Seconds without a byte of a request's body after which it is given up.
+BODY_TIMEOUT = 30.0
 
 #: The contract's ids, with room for the suffix that later attempts add.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,159}")
+_ROLLOUTS = "/v1/rollouts/"
+_MODELS = frozenset({"models", "v1/models"})
+
+
+@dataclass
+class State:
+    """The gateway's parts."""
+
+    recorder: Recorder
+    upstreams: Upstreams
+    calls: ModelCalls
+    gate: Gate
+    journal: Journal | None
+    instance: str
+    control_key: bytes | None
+    inner_hosts: frozenset[str]
+    max_body_bytes: int
+    metrics: Metrics = field(init=False)
+
+    async def read_body(self, exchange: Exchange) -> bytes:
+        """Read a request's body within the limits."""
+        return await exchange.body(self.max_body_bytes, BODY_TIMEOUT)
 
 
 def create_app(
     *,
-    upstream: str,
+    upstream: str | list[str],
     upstream_api_key: str | None = None,
     control_key: str | None = None,
     upstream_timeout: float = 600.0,
     max_body_bytes: int = MAX_BODY_BYTES,
     ask_tokens: bool = True,
-) -> Starlette:
+    journal: Path | None = None,
+    data_parallel_size: int = 1,
+    limits: UpstreamLimits | None = None,
+    native: frozenset[str] = frozenset(),
+    keep_alive: float = 15.0,
+    pause_limit: float = 600.0,
+    registration_ttl: float = REGISTRATION_TTL,
+    inner_hosts: frozenset[str] = frozenset(),
+    instance: str | None = None,
+) -> GatewayApp:
     """Build the rollout gateway as an ASGI application.
 
-    ``upstream`` is an OpenAI-compatible server's base URL; ``upstream_timeout`` the seconds without a byte after which
-    a model call is given up; ``ask_tokens`` whether ``logprobs`` and ``return_token_ids`` are asked for, which a server
-    that refuses fields it does not know needs off. With ``control_key``, it is wanted on register, cancel, unregister
-    and trajectory. Raises `ValueError` when ``upstream`` is no http(s) URL.
+    ``upstream`` is an OpenAI-compatible server's base URL, or several; each counts ``data_parallel_size`` times, and is
+    told the rank as ``X-data-parallel-rank``. ``upstream_timeout`` is the seconds without a byte after which a model
+    call is given up; ``ask_tokens`` whether ``logprobs`` and ``return_token_ids`` are asked for, which a server that
+    refuses fields it does not know needs off; ``native`` names the dialects that the upstreams speak themselves. With
+    ``control_key``, it is wanted on everything but the model calls. ``journal`` is a directory of this process alone.
+    ``pause_limit`` bounds how long a paused call is held, ``registration_ttl`` how long a rollout is remembered that
+    nobody asks anything of. ``inner_hosts`` are host names under which ``/admin`` and ``/metrics`` answer too.
+
+    Raises:
+        ValueError: an upstream is no http(s) URL.
+        JournalError: the journal's directory cannot be used.
     """
-    model_server = Upstream(upstream, upstream_api_key, upstream_timeout)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await model_server.aclose()
-
-    app = Starlette(
-        routes=[
-            Route("/v1/rollouts/{rollout_id}/register", register, methods=["POST"]),
-            Route("/v1/rollouts/{rollout_id}/cancel", cancel, methods=["POST"]),
-            Route("/v1/rollouts/{rollout_id}/unregister", unregister, methods=["POST"]),
-            Route("/v1/rollouts/{rollout_id}/trajectory", trajectory, methods=["GET"]),
-            Route("/v1/rollouts/{rollout_id}/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/rollouts/{rollout_id}/models", models, methods=["GET"]),
-            Route("/healthz", healthz, methods=["GET"]),
-            Route("/readyz", readyz, methods=["GET"]),
-        ],
-        exception_handlers={
-            HTTPException: answer_refusal,
-            ClientDisconnect: answer_disconnect,
-            Exception: answer_fault,
-        },
-        lifespan=lifespan,
+    urls = [upstream] if isinstance(upstream, str) else upstream
+    upstreams = Upstreams(urls, upstream_api_key, upstream_timeout, ranks=data_parallel_size, limits=limits)
+    opened = Journal(journal) if journal else None
+    recorder, gate = Recorder(opened, registration_ttl), Gate(pause_limit)
+    state = State(
+        recorder=recorder,
+        upstreams=upstreams,
+        calls=ModelCalls(upstreams, gate, CallSettings(ask_tokens, native, keep_alive)),
+        gate=gate,
+        journal=opened,
+        instance=instance or secrets.token_hex(4),
+        control_key=key_digest(control_key) if control_key else None,
+        inner_hosts=inner_hosts,
+        max_body_bytes=max_body_bytes,
     )
-    app.state.upstream = model_server
-    app.state.recorder = Recorder()
-    app.state.calls = ChatCalls(model_server, ask_tokens=ask_tokens)
-    app.state.control_key = key_digest(control_key) if control_key else None
-    app.state.max_body_bytes = max_body_bytes
-    return app
+    state.metrics = state.calls.metrics = Metrics(state)
+    if opened is not None:
+        gate.version = restore(recorder, opened.entries())
+        opened.start()
+    return GatewayApp(state)
 
 
-async def register(request: Request) -> Response:
-    """Begin a rollout; the header ``X-Rollout-Key`` names the key that its model calls must carry."""
-    rollout_id = _rollout_id(request)
-    _check_control_key(request)
-    registration = _parse_registration(await _body(request))
-    rollout = _recorder(request).register(rollout_id, registration, request.headers.get(ROLLOUT_KEY_HEADER))
-    limits = {"max_turns": registration.max_turns, "max_seq_len": registration.max_seq_len}
-    return json_response(_standing(rollout) | {"model": registration.model} | limits)
+class GatewayApp:
+    """The application; ``state`` holds its parts."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._headers = [(b"x-gateway-instance", state.instance.encode("latin-1", "replace"))]
+        self._control = Control(state.recorder, state.read_body).routes
+        self._calls: dict[str, Dialect] = {path[1:]: dialect for dialect in DIALECTS for path in dialect.paths}
+        self._sides: dict[str, tuple[Dialect, Side]] = {
+            path[1:]: (dialect, side) for dialect in DIALECTS for path, side in dialect.sides.items()
+        }
+        admin = Admin(state)
+        self._own: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
+            "/healthz": ("GET", self._healthz),
+            "/readyz": ("GET", self._readyz),
+            "/openapi.json": ("GET", self._openapi),
+            "/metrics": ("GET", admin.metrics),
+            "/admin/pause": ("POST", admin.pause),
+            "/admin/resume": ("POST", admin.resume),
+            "/admin/status": ("GET", admin.status),
+        }
+        self._background: list[asyncio.Task[None]] = []
+
+    @property
+    def call_paths(self) -> list[str]:
+        """The model calls' paths, below a rollout's base."""
+        return list(self._calls)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the lifespan."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        exchange = Exchange(scope, receive, send, self._headers)
+        try:
+            await self._route(exchange)
+        except GatewayRefusal as error:
+            await self._refuse(exchange, error)
+        except ClientGoneError:
+            pass
+        except Exception as error:
+            if exchange.started:
+                raise
+            logger.exception("a request failed by a fault of the gateway's own")
+            message = fault_message(error)
+            body = {"error": {"message": message, "type": "gateway_error", "code": 500}, "detail": message}
+            await exchange.json(body, 500)
+
+    async def _route(self, exchange: Exchange) -> None:
+        path = exchange.path
+        if not path.startswith(_ROLLOUTS):
+            await self._answer_own(exchange)
+            return
+        rollout_id, _, rest = path[len(_ROLLOUTS) :].partition("/")
+        if not _ID.fullmatch(rollout_id):
+            raise GatewayRefusal(404, "Not Found")
+        dialect = self._calls.get(rest)
+        if dialect is not None:
+            _only(exchange, "POST")
+            await self._model_call(exchange, rollout_id, dialect)
+        elif rest in self._control:
+            method, handler = self._control[rest]
+            _only(exchange, method)
+            self._check_control_key(exchange)
+            await handler(exchange, rollout_id)
+        else:
+            await self._agents_other(exchange, rollout_id, rest)
+
+    async def _model_call(self, exchange: Exchange, rollout_id: str, dialect: Dialect) -> None:
+        rollout = self._agents_rollout(exchange, rollout_id)
+        body = await self.state.read_body(exchange)
+        call = self.state.calls.read(rollout, dialect, body)
+        if call.call.stream:
+            await Relay(call, exchange).run()
+        else:
+            await call.whole(exchange)
+
+    async def _agents_other(self, exchange: Exchange, rollout_id: str, rest: str) -> None:
+        if rest in _MODELS:
+            _only(exchange, "GET")
+            await _models(exchange, self._agents_rollout(exchange, rollout_id))
+        elif rest in self._sides:
+            _only(exchange, "POST")
+            await self._side_call(exchange, self._agents_rollout(exchange, rollout_id), self._sides[rest][1])
+        elif rest in {"", "/"}:
+            _only(exchange, "GET")
+            await exchange.json({})  # agents look whether somebody is there, without a key; they learn no more
+        else:
+            raise GatewayRefusal(404, "Not Found")
+
+    async def _side_call(self, exchange: Exchange, rollout: RecordedRollout, side: Side) -> None:
+        body = parse_object(await self.state.read_body(exchange))
+
+        async def ask(path: str, content: JsonObject) -> JsonObject:
+            opened = await self.state.upstreams.open(rollout, path, orjson.dumps(content))
+            try:
+                answer: JsonObject = orjson.loads(opened.answer.body())
+            except orjson.JSONDecodeError as error:
+                raise UpstreamError(
+                    502, f"The model's server answered no JSON: {error}", "upstream_malformed"
+                ) from None
+            finally:
+                self.state.upstreams.close(opened)
+            return answer
+
+        await exchange.json(await side(SideCall(rollout.registration, body, ask)))
+
+    async def _answer_own(self, exchange: Exchange) -> None:
+        route = self._own.get(exchange.path)
+        if route is None:
+            raise GatewayRefusal(404, "Not Found")
+        if exchange.path.startswith(("/admin", "/metrics")):
+            if not is_inner_host(exchange.header(b"host"), self.state.inner_hosts):
+                raise GatewayRefusal(404, "Not Found")
+            if exchange.path != "/metrics":
+                self._check_control_key(exchange)
+        _only(exchange, route[0])
+        await route[1](exchange)
+
+    async def _healthz(self, exchange: Exchange) -> None:
+        """Answer whether the event loop makes progress: ``loop_lag`` is the seconds that its queue took just now."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        await asyncio.sleep(0)
+        about = {"status": "ok", "rollouts": len(self.state.recorder), "loop_lag": loop.time() - asked}
+        await exchange.json(about | {"instance": self.state.instance})
+
+    async def _readyz(self, exchange: Exchange) -> None:
+        """Answer whether model calls can be made, and recorded."""
+        if self.state.journal is not None and self.state.journal.failed:
+            await exchange.json({"status": "journal failing", "detail": self.state.journal.failed}, 503)
+            return
+        try:
+            await self.state.upstreams.check()
+        except UpstreamError as error:
+            await exchange.json({"status": "upstream unavailable", "detail": error.message}, 503)
+            return
+        await exchange.json({"status": "ready"})
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        """Answer the OpenAPI document."""
+        await exchange.json(document((f"/{path}" for path in self._calls), (f"/{path}" for path in self._sides)))
+
+    async def _refuse(self, exchange: Exchange, error: GatewayRefusal) -> None:
+        rest = exchange.path[len(_ROLLOUTS) :].partition("/")[2]
+        dialect = self._calls.get(rest) or self._sides.get(rest, (None,))[0]
+        is_dialects = dialect is not None and exchange.path.startswith(_ROLLOUTS)
+        body = dialect.error(error) if is_dialects and dialect else error.body
+        with contextlib.suppress(RuntimeError):  # it refused in the middle of an answer
+            await exchange.json(body, error.status_code, error.headers)
+
+    def _agents_rollout(self, exchange: Exchange, rollout_id: str) -> RecordedRollout:
+        """Return the rollout of an agent's call, if it carries that rollout's key."""
+        rollout = self.state.recorder.get(rollout_id)
+        if rollout.key is not None and not rollout.accepts_key(exchange.bearer or exchange.header(b"x-api-key")):
+            raise unauthorized(
+                "This rollout's key is missing or wrong. Send it as a bearer token; agents find it in OPENAI_API_KEY."
+            )
+        return rollout
+
+    def _check_control_key(self, exchange: Exchange) -> None:
+        wanted = self.state.control_key
+        if wanted is not None and not hmac.compare_digest(key_digest(exchange.bearer or ""), wanted):
+            raise unauthorized(
+                "The control key is missing or wrong. Workers send ROLLOUTS_GATEWAY_CONTROL_KEY as a bearer token."
+            )
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                work = [settle_when_idle(self.state.recorder), self.state.upstreams.watch()]
+                work.append(keep_tidy(self.state.recorder, self.state.journal))
+                self._background = [asyncio.ensure_future(each) for each in work]
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self._close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self.state.upstreams.aclose()
+        if self.state.journal is not None:
+            await asyncio.to_thread(self.state.journal.close)
 
 
-async def cancel(request: Request) -> Response:
-    """Refuse the rollout's further model calls."""
-    rollout = _controlled_rollout(request)
-    rollout.cancel()
-    return json_response(_standing(rollout))
-
-
-async def unregister(request: Request) -> Response:
-    """Forget the rollout; the answer's status is the one it had."""
-    rollout = _controlled_rollout(request)
-    return json_response(_standing(_recorder(request).unregister(rollout.id)))
-
-
-async def trajectory(request: Request) -> Response:
-    """Answer what was recorded, after the call in flight.
-
-    ``?wait=SECONDS`` bounds that wait; ``in_flight`` then says that a turn is missing.
-    """
-    rollout = _controlled_rollout(request)
-    try:
-        async with asyncio.timeout(_wait(request)):
-            async with rollout.lock:
-                pass
-    except TimeoutError:
-        pass
-    return json_response(rollout.trajectory())
-
-
-async def chat_completions(request: Request) -> Response:
-    """Run one model call of a rollout."""
-    rollout = _agents_rollout(request)
-    calls: ChatCalls = request.app.state.calls
-    return await calls.answer(request, rollout, await _body(request))
-
-
-async def models(request: Request) -> Response:
+async def _models(exchange: Exchange, rollout: RecordedRollout) -> None:
     """List the one model that the rollout may use."""
-    registration = _agents_rollout(request).registration
+    registration = rollout.registration
     model: dict[str, Any] = {"id": registration.model, "object": "model", "created": 0, "owned_by": "rollout-gateway"}
     if registration.max_seq_len is not None:
         model["max_model_len"] = registration.max_seq_len
-    return json_response({"object": "list", "data": [model]})
+    await exchange.json({"object": "list", "data": [model]})
 
 
-async def healthz(request: Request) -> Response:
-    """Answer whether the event loop makes progress: ``loop_lag`` is the seconds that its queue took just now."""
-    loop = asyncio.get_running_loop()
-    asked = loop.time()
-    await asyncio.sleep(0)
-    return json_response({"status": "ok", "rollouts": len(_recorder(request)), "loop_lag": loop.time() - asked})
-
-
-async def readyz(request: Request) -> Response:
-    """Answer whether the upstream can be reached."""
-    try:
-        await request.app.state.upstream.check()
-    except UpstreamError as error:
-        return json_response({"status": "upstream unavailable", "detail": error.message}, 503)
-    return json_response({"status": "ready"})
-
-
-def _recorder(request: Request) -> Recorder:
-    recorder: Recorder = request.app.state.recorder
-    return recorder
-
-
-def _rollout_id(request: Request) -> str:
-    rollout_id: str = request.path_params["rollout_id"]
-    if not _ID.fullmatch(rollout_id):
-        raise GatewayRefusal(404, "Not Found")
-    return rollout_id
-
-
-def _controlled_rollout(request: Request) -> RecordedRollout:
-    """Return the rollout of a control call, whose key is checked before anything is told."""
-    rollout_id = _rollout_id(request)
-    _check_control_key(request)
-    return _recorder(request).get(rollout_id)
-
-
-def _agents_rollout(request: Request) -> RecordedRollout:
-    """Return the rollout of an agent's call, if it carries that rollout's key."""
-    rollout = _recorder(request).get(_rollout_id(request))
-    if not rollout.accepts_key(_bearer(request) or request.headers.get("x-api-key")):
-        raise unauthorized(
-            "This rollout's key is missing or wrong. Send it as a bearer token; agents find it in OPENAI_API_KEY."
-        )
-    return rollout
-
-
-def _check_control_key(request: Request) -> None:
-    wanted: bytes | None = request.app.state.control_key
-    if wanted is not None and not hmac.compare_digest(key_digest(_bearer(request) or ""), wanted):
-        raise unauthorized(
-            "The control key is missing or wrong. Workers send ROLLOUTS_GATEWAY_CONTROL_KEY as a bearer token."
-        )
-
-
-def _bearer(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
-
-
-async def _body(request: Request) -> bytes:
-    """Read the body; raises `GatewayRefusal` (413) as soon as it is known to be too large."""
-    limit: int = request.app.state.max_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_large(limit)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large(limit)
-    return bytes(body)
-
-
-def _parse_registration(body: bytes) -> Registration:
-    data = parse_json(body)
-    if not isinstance(data, dict):
-        raise invalid(
-            "model_attributes_type", [], "Input should be a valid dictionary or object to extract fields from", data
-        )
-    try:
-        registration = Registration.model_validate(data)
-    except ValidationError as error:
-        detail = [entry | {"loc": ["body", *entry["loc"]]} for entry in error.errors(include_url=False)]
-        raise GatewayRefusal(422, detail) from None
-    limit = registration.max_seq_len
-    if limit is not None and limit <= 0:
-        raise invalid("greater_than", ["max_seq_len"], "Input should be greater than 0", limit, ctx={"gt": 0})
-    return registration
-
-
-def _wait(request: Request) -> float | None:
-    """Return how long a trajectory may wait for the call in flight; None is as long as it takes."""
-    try:
-        return max(0.0, float(request.query_params["wait"]))
-    except (KeyError, ValueError):
-        return None
-
-
-def _standing(rollout: RecordedRollout) -> dict[str, Any]:
-    return {"rollout_id": rollout.id, "status": rollout.status}
+def _only(exchange: Exchange, method: str) -> None:
+    if exchange.method == method or (method == "GET" and exchange.method == "HEAD"):
+        return
+    allowed = "GET, HEAD" if method == "GET" else method
+    raise GatewayRefusal(405, "Method Not Allowed", headers={"allow": allowed})

@@ -1,166 +1,186 @@
-"""One model call, from an agent's request to the turn that is recorded; whole or streamed."""
+"""One model call, from an agent's request to its record."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from workers.gateway.server import chat
-from workers.gateway.server.chat import ChatRequest
-from workers.gateway.server.errors import GatewayRefusal, UpstreamError, json_response
-from workers.gateway.server.recorder import RecordedRollout, Turn
-from workers.gateway.server.streaming import CompletionAssembler, EventSplitter, event_data
-from workers.gateway.server.upstream import Upstream
+from workers.gateway.server.answers import check_completion, read_answer, usage_counts
+from workers.gateway.server.dialects import Call, Dialect, JsonObject
+from workers.gateway.server.dialects.chat import PATH
+from workers.gateway.server.dialects.table import CHAT
+from workers.gateway.server.errors import UpstreamError
+from workers.gateway.server.exchange import Exchange
+from workers.gateway.server.gate import Gate
+from workers.gateway.server.jsonio import parse_object
+from workers.gateway.server.merge import upstream_fields, who_asked
+from workers.gateway.server.metrics import Metrics
+from workers.gateway.server.recorder import RecordedRollout
+from workers.gateway.server.scan import scan_answer
+from workers.gateway.server.turns import Answered, Payload
+from workers.gateway.server.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 
 #: nginx's status of a client that left before its answer; nobody reads it.
 CLIENT_GONE = 499
-_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
-class ChatCalls:
-    """Runs chat calls against one upstream."""
+@dataclass(frozen=True)
+class CallSettings:
+    """``ask_tokens``: ask for token ids and logprobs. ``native``: dialects that the upstreams speak themselves.
 
-    def __init__(self, upstream: Upstream, *, ask_tokens: bool) -> None:
-        self._upstream = upstream
-        self._ask_tokens = ask_tokens
-
-    async def answer(self, request: Request, rollout: RecordedRollout, body: bytes) -> Response:
-        """Answer an agent's chat request; raises `GatewayRefusal`."""
-        chat_request = chat.parse_request(body)
-        sent = chat.upstream_fields(chat_request, rollout.registration, ask_tokens=self._ask_tokens)
-        if chat_request.stream:
-            return StreamedCall(self._upstream, rollout, chat_request, sent)
-        return await self._whole(request, rollout, chat_request, sent)
-
-    async def _whole(
-        self, request: Request, rollout: RecordedRollout, chat_request: ChatRequest, sent: dict[str, object]
-    ) -> Response:
-        async with rollout.turn():
-            if await request.is_disconnected():  # it left while it waited: its call would be spent on nobody
-                return Response(status_code=CLIENT_GONE)
-            turn = chat.begin_turn(rollout, chat_request, sent)
-            try:
-                answer = await self._upstream.complete(chat.PATH, sent)
-                completion = chat.read_answer(answer)
-            except UpstreamError as error:
-                note_failure(rollout, error)
-                raise
-            rollout.record(chat.close_turn(turn, completion))
-        return Response(answer, media_type="application/json")
-
-
-class StreamedCall(Response):
-    """An answer that passes the upstream's events on as they come, and records the same turn as a whole answer.
-
-    Events pass unchanged, one by one, with two exceptions. The usage chunk, which has no choices and which the gateway
-    asks for itself, reaches an agent only if it asked too, because ``chunk.choices[0]`` is how agents read a chunk. An
-    upstream that fails in the middle is followed by one more event with ``error``, and no ``[DONE]``.
+    ``keep_alive``: seconds of silence after which a stream's reader is told that it goes on.
     """
 
-    def __init__(
-        self, upstream: Upstream, rollout: RecordedRollout, request: ChatRequest, sent: dict[str, object]
-    ) -> None:
-        super().__init__(headers=_STREAM_HEADERS)
-        del self.headers["content-length"]
-        self._upstream = upstream
-        self._rollout = rollout
-        self._request = request
-        self._sent = sent
-        self._assembler = CompletionAssembler()
+    ask_tokens: bool = True
+    native: frozenset[str] = frozenset()
+    keep_alive: float = 15.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Relay the stream until it ends or the agent leaves, whichever is first."""
-        relay = asyncio.create_task(self._relay(scope, receive, send))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            relay.cancel()  # ends the upstream's call; the turn so far is recorded on the way out
-            await asyncio.wait({relay, gone})
-        if not relay.cancelled() and (error := relay.exception()):
-            raise error
 
-    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        try:
-            async with self._rollout.turn():
-                turn = chat.begin_turn(self._rollout, self._request, self._sent)
-                async with self._upstream.stream(chat.PATH, self._sent) as chunks:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    started = True
-                    await self._pass_on_and_record(turn, chunks, send)
-        except GatewayRefusal as error:
-            if isinstance(error, UpstreamError):
-                note_failure(self._rollout, error)
-            if not started:
-                await json_response(error.agents_body, error.status_code, dict(error.headers or {}))(
-                    scope, receive, send
-                )
+class ModelCall:
+    """One call of an agent in one dialect; made when its request was read, and run once."""
+
+    def __init__(self, core: ModelCalls, rollout: RecordedRollout, dialect: Dialect, call: Call, body: bytes) -> None:
+        self.core = core
+        self.rollout = rollout
+        self.dialect = dialect
+        self.call = call
+        self.is_native = dialect.native is not None and dialect.name in core.settings.native
+        self.path, self.sent = self._request(body)
+        self.extras = self._extras()
+        self.began = time.monotonic()
+
+    @property
+    def passes(self) -> bool:
+        """Whether the upstream's bytes are the agent's."""
+        return self.is_native or self.dialect is CHAT
+
+    async def whole(self, exchange: Exchange) -> None:
+        """Answer a call that is not streamed."""
+        waits = self.rollout.lock.locked()
+        async with self.rollout.turn():
+            if waits and await exchange.is_gone():  # its call would be spent on nobody
+                await exchange.answer(CLIENT_GONE, b"")
                 return
-            if self._assembler.error is None:  # else the upstream's own event has told the agent
-                event = b"data: " + orjson.dumps(error.agents_body) + b"\n\n"
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pass_on_and_record(self, turn: Turn, chunks: AsyncIterator[bytes], send: Send) -> None:
-        assembler = self._assembler
-        try:
-            await self._pass_on(chunks, send)
-        except asyncio.CancelledError:  # the agent left: it has acted on what it got, so that is kept
-            if assembler.finished or assembler.started:
-                self._record(turn, partial=not assembler.finished)
-            raise
-        except UpstreamError:
-            if not assembler.finished:
+            self.rollout.begin(self.call.chat["messages"])
+            try:
+                answer = await self._ask()
+            except UpstreamError as error:
+                self.failed(error)
                 raise
-        if assembler.error is not None:
-            message = f"The model's server failed in the middle of its stream: {assembler.error}"
-            raise UpstreamError(502, message, "upstream_error")
-        if not assembler.finished:
-            message = f"The model's server ended its stream early, after {assembler.chunks} chunks."
-            raise UpstreamError(502, message, "upstream_disconnected")
-        self._record(turn)
+        await exchange.answer(200, answer)
 
-    async def _pass_on(self, chunks: AsyncIterator[bytes], send: Send) -> None:
-        splitter = EventSplitter()
-        async for chunk in chunks:
-            events = [event for event in splitter.feed(chunk) if self._takes(event)]
-            if events:
-                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        if (rest := splitter.rest()).strip() and self._takes(rest):
-            await send({"type": "http.response.body", "body": rest.rstrip() + b"\n\n", "more_body": True})
+    async def allowed(self) -> None:
+        """Wait until a weight update is over, and note the policy version that the call is sampled under."""
+        gate = self.core.gate
+        await gate.passed()
+        if gate.version is not None:
+            self.extras["policy_version"] = gate.version
 
-    def _record(self, turn: Turn, *, partial: bool = False) -> None:
-        self._rollout.record(chat.close_turn(turn, self._assembler.completion(), partial=partial))
+    def record(self, payload: Payload, *, partial: bool = False) -> None:
+        """Record the call as answered."""
+        version = self.core.gate.version
+        if version is not None and version != self.extras.get("policy_version"):
+            self.extras["policy_version_at_end"] = version  # the weights changed under it
+        messages = self.call.chat["messages"]
+        size = len(self.sent) + len(payload.data)
+        self.rollout.record(Answered(messages, payload, self.extras, self.call.answer_id, partial, size))
 
-    def _takes(self, event: bytes) -> bool:
-        """Take an event into the record; return whether the agent gets it."""
-        data = event_data(event)
-        if data is None:
-            return True
+    def count(self, prompt_tokens: int, completion_tokens: int, outcome: str = "answered") -> None:
+        """Count the call in the metrics."""
+        metrics = self.core.metrics
+        metrics.calls[self.dialect.name, outcome] += 1
+        metrics.prompt_tokens += prompt_tokens
+        metrics.completion_tokens += completion_tokens
+        metrics.seconds.observe(time.monotonic() - self.began)
+
+    def failed(self, error: UpstreamError) -> None:
+        """Remember a call that the upstream failed, and log it."""
+        self.rollout.record_failure(error.status_code, error.message)
+        self.core.metrics.calls[self.dialect.name, error.kind] += 1
+        where = {"rollout_id": self.rollout.id}
+        logger.warning("model call of rollout %s failed: %s", self.rollout.id, error.message, extra=where)
+
+    async def _ask(self) -> bytes:
+        """Make the call, record it, and return the agent's answer."""
+        await self.allowed()
+        upstreams = self.core.upstreams
+        opened = await upstreams.open(self.rollout, self.path, self.sent)
+        malformed: UpstreamError | None = None
         try:
-            is_usage = self._assembler.feed(data)
-        except ValueError as error:
-            raise chat.malformed(f"in its stream, {error}") from None
-        return not is_usage or self._request.wants_usage
+            body = opened.answer.body()
+            return self._recorded(body)
+        except UpstreamError as error:
+            malformed = error
+            raise
+        finally:
+            upstreams.close(opened, malformed)
+
+    def _recorded(self, body: bytes) -> bytes:
+        if self.dialect is CHAT:
+            scan = scan_answer(body)
+            self.record(Payload.of(body))
+            self.count(scan.prompt_tokens, scan.completion_tokens)
+            return body
+        if self.is_native:
+            completion, answer = self.native_completion(_object(body)), body
+        else:
+            completion = read_answer(body)
+            answer = orjson.dumps(self.dialect.answer(self.call, completion))
+        self.record(Payload.of(orjson.dumps(completion)))
+        self.count(*usage_counts(completion))
+        return answer
+
+    def native_completion(self, answer: JsonObject) -> JsonObject:
+        """Return a native answer as a chat completion; raises `UpstreamError`."""
+        assert self.dialect.native is not None  # noqa: S101 - `is_native` says so
+        completion = self.dialect.native.completion(answer)
+        check_completion(completion)
+        return completion
+
+    def _request(self, body: bytes) -> tuple[str, bytes]:
+        """Return the upstream's path, and what it is sent."""
+        registration = self.rollout.registration
+        if self.is_native:
+            assert self.dialect.native is not None  # noqa: S101 - `is_native` says so
+            self.fields = upstream_fields(self.call.chat, registration, stream=False, ask_tokens=False)
+            return self.dialect.native.path, orjson.dumps(self.dialect.native.body(parse_object(body), registration))
+        ask = self.core.settings.ask_tokens
+        self.fields = upstream_fields(self.call.chat, registration, stream=self.call.stream, ask_tokens=ask)
+        if self.call.stream:
+            self.fields["stream"] = True
+        return PATH, orjson.dumps(self.fields)
+
+    def _extras(self) -> dict[str, Any]:
+        extras = who_asked(self.call.chat, self.fields) | self.call.notes
+        return extras if self.dialect is CHAT else extras | {"dialect": self.dialect.name}
 
 
-def note_failure(rollout: RecordedRollout, error: UpstreamError) -> None:
-    """Remember a call that the upstream failed, and log it."""
-    rollout.record_failure(error.status_code, error.message)
-    logger.warning("model call of rollout %s failed: %s", rollout.id, error.message, extra={"rollout_id": rollout.id})
+class ModelCalls:
+    """What all model calls share."""
+
+    def __init__(self, upstreams: Upstreams, gate: Gate, settings: CallSettings) -> None:
+        self.upstreams = upstreams
+        self.gate = gate
+        self.metrics: Metrics  # set by whoever makes both
+        self.settings = settings
+
+    def read(self, rollout: RecordedRollout, dialect: Dialect, body: bytes) -> ModelCall:
+        """Read an agent's request; raises `GatewayRefusal`."""
+        return ModelCall(self, rollout, dialect, dialect.read(body, rollout.earlier), body)
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has left; its request's body was read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _object(body: bytes) -> JsonObject:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict):
+        message = "The model's server answered something that cannot be used: it is no JSON object."
+        raise UpstreamError(502, message, "upstream_malformed")
+    return answer

@@ -1,6 +1,6 @@
 """Every answer of the gateway that is not a success, as an exception with its status and body.
 
-    GatewayRefusal            HTTPException with ``{"detail": ...}``, and ``{"error": {...}}`` where an agent reads it
+    GatewayRefusal            a status and ``{"detail": ...}``, and ``{"error": {...}}`` where an agent reads it
     └── UpstreamError         the model's server failed; counted among the rollout's failures
 
 ``detail`` is the followed gateway's, word for word; agents are also given ``error``, which is where OpenAI's clients
@@ -9,18 +9,14 @@ look for the reason that they show.
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import orjson
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
 #: OpenAI's clients repeat a 409 by themselves unless they are told that it is final.
 FINAL = {"x-should-retry": "false"}
 
 
-class GatewayRefusal(HTTPException):
+class GatewayRefusal(Exception):  # noqa: N818 - it is an answer, and often not an error
     """An answer with ``status_code`` and a body of ``detail``, plus ``error`` (message, type, code) when given."""
 
     def __init__(
@@ -31,9 +27,11 @@ class GatewayRefusal(HTTPException):
         error: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(status_code, detail, headers)
+        super().__init__(f"{status_code}: {detail}")
+        self.status_code = status_code
         self.detail: Any = detail
         self.error = error
+        self.headers = headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -49,16 +47,27 @@ class GatewayRefusal(HTTPException):
 
 
 class UpstreamError(GatewayRefusal):
-    """The model's server failed; ``status_code`` is what the agent is answered, ``kind`` names the failure."""
+    """The model's server failed; ``status_code`` is what the agent is answered, ``kind`` names the failure.
+
+    ``unsent`` says that nothing of the call was sent.
+    """
 
     def __init__(
-        self, status_code: int, message: str, kind: str, *, code: object = None, retry_after: str | None = None
+        self,
+        status_code: int,
+        message: str,
+        kind: str,
+        *,
+        code: object = None,
+        retry_after: str | None = None,
+        unsent: bool = False,
     ) -> None:
         error = {"message": message, "type": kind, "param": None, "code": status_code if code is None else code}
         headers = {"retry-after": retry_after} if retry_after else None
         super().__init__(status_code, message, error=error, headers=headers)
         self.message = message
         self.kind = kind
+        self.unsent = unsent
 
 
 def not_found(rollout_id: str) -> GatewayRefusal:
@@ -84,29 +93,11 @@ def invalid(kind: str, loc: list[str | int], message: str, value: Any, **extra: 
     return GatewayRefusal(422, [{"type": kind, "loc": ["body", *loc], "msg": message, "input": value} | extra])
 
 
-def json_response(value: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return ``value`` as a JSON answer."""
-    return Response(orjson.dumps(value), status_code, headers, media_type="application/json")
-
-
-async def answer_refusal(request: Request, error: Exception) -> Response:
-    """Answer an HTTPException, our own or the router's (404, 405), as JSON."""
-    if isinstance(error, GatewayRefusal):
-        body = error.agents_body if request.url.path.endswith("/chat/completions") else error.body
-        return json_response(body, error.status_code, dict(error.headers or {}))
-    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class alone
-    return json_response({"detail": error.detail}, error.status_code, dict(error.headers or {}))
-
-
-async def answer_disconnect(request: Request, error: Exception) -> Response:
-    """Answer a client that went away while sending: nobody reads this, but nothing is logged as a fault of ours."""
-    return json_response({"detail": "Client disconnected"}, 400)
-
-
-async def answer_fault(request: Request, error: Exception) -> Response:
-    """Answer a fault of the gateway's own; Starlette raises it again, so the server logs it with its traceback."""
-    message = fault_message(error)
-    return json_response({"error": {"message": message, "type": "gateway_error", "code": 500}, "detail": message}, 500)
+def busy(reason: str, retry_after: float) -> GatewayRefusal:
+    """Return the answer to a call that finds no room: come back in ``retry_after`` seconds."""
+    message = f"The rollout gateway is busy: {reason}"
+    error = {"message": message, "type": "rate_limit_error", "param": None, "code": "gateway_busy"}
+    return GatewayRefusal(429, message, error=error, headers={"retry-after": str(math.ceil(retry_after))})
 
 
 def fault_message(error: Exception) -> str:

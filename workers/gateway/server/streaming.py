@@ -32,6 +32,17 @@ class EventSplitter:
             yield event
         self._scanned = max(0, len(self._buffer) - 3)  # the longest end is 4 bytes; 3 of them may be here already
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part of an event is here already."""
+        return not self._buffer
+
+    def cut(self, data: bytes) -> tuple[list[bytes], bool]:
+        """Add ``data`` and return the events that are whole now, and whether they are ``data`` and nothing else."""
+        if not self._buffer and data.endswith(b"\n\n") and b"\r" not in data:
+            return [event + b"\n\n" for event in data[:-2].split(b"\n\n")], True
+        return list(self.feed(data)), False
+
     def rest(self) -> bytes:
         """Return what came after the last whole event: a last event whose blank line is missing."""
         rest = bytes(self._buffer)
@@ -76,8 +87,12 @@ class CompletionAssembler:
         if data.strip() == DONE:
             self.done = True
             return False
+        return self.add(orjson.loads(data))
+
+    def add(self, chunk: dict[str, Any]) -> bool:
+        """Take in a parsed chunk, as `feed` does."""
         try:
-            return self._add_chunk(orjson.loads(data))
+            return self._add_chunk(chunk)
         except (AttributeError, TypeError, KeyError) as error:
             raise ValueError(f"a chunk does not have a chunk's shape: {error}") from None
 

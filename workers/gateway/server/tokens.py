@@ -21,7 +21,7 @@ class TokenError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one model call, as compact arrays: 8 bytes a token, where lists would take 40 and more."""
+    """The tokens of one model call, as compact arrays: 4 bytes an id, where lists would take 40."""
 
     prompt_ids: array[int]
     completion_ids: array[int]
@@ -86,6 +86,20 @@ def read_tokens(completion: dict[str, Any]) -> Tokens | None:
     )
 
 
+def counted_tokens(completion: dict[str, Any], tokens: Tokens | None) -> tuple[int, int]:
+    """Return how many tokens a call's prompt and completion had: by the upstream's count, else by its token ids."""
+    given = completion.get("usage")
+    usage: dict[str, Any] = given if isinstance(given, dict) else {}
+    known = (tokens.prompt_length, len(tokens.completion_ids)) if tokens else (0, 0)
+    names = ("prompt_tokens", "completion_tokens")
+    prompt, sampled = (_count(usage.get(name), default) for name, default in zip(names, known, strict=True))
+    return prompt, sampled
+
+
+def _count(value: Any, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+
+
 def _logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]] | None:
     logprobs = choice.get("logprobs")
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
@@ -104,7 +118,7 @@ def _list_of(name: str, value: Any) -> list[Any] | None:
 
 def _ids(name: str, values: Any) -> array[int]:
     try:
-        return array("q", values)
+        return array("i", values)
     except (TypeError, OverflowError) as error:
         raise TokenError(f"{name} holds something that is no token id: {error}") from None
 

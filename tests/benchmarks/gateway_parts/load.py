@@ -1,0 +1,135 @@
+"""The load generator of `bench_gateway`: bare protocols on uvloop, one connection a client; prints one JSON line.
+
+``calls``: each client makes its next call when the one before is answered. ``streams``: each client reads one stream;
+the latency of a chunk is the time since the model server wrote it (see ``model``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import uvloop
+
+#: Seconds between the starts of two streams: what is measured is a thousand that run, and not a thousand that start.
+STAGGER = 0.001
+STAMP = re.compile(rb'"@([0-9.]+)"')
+
+
+class Client(asyncio.Protocol):
+    """One connection; ``done`` is set when all its calls are answered."""
+
+    def __init__(self, request: bytes, calls: int, found: list[float], streaming: bool) -> None:
+        self.request, self.calls, self.found, self.streaming = request, calls, found, streaming
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.buffer, self.wanted, self.errors = b"", -1, 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def start(self) -> None:
+        self.sent = time.monotonic()
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if self.streaming:
+            self._stream(data)
+        else:
+            self._call(data)
+
+    def _stream(self, data: bytes) -> None:
+        now = time.monotonic()
+        for stamp in STAMP.findall(data):
+            self.found.append(now - float(stamp))
+        if b"data: [DONE]" in data or (not self.buffer and b" 200 " not in data[:16]):
+            self.errors += b"[DONE]" not in data
+            self._end()
+        self.buffer = b"x"
+
+    def _call(self, data: bytes) -> None:
+        self.buffer = self.buffer + data if self.buffer else data
+        if self.wanted < 0:
+            end = self.buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = self.buffer[:end].lower()
+            self.errors += b" 200 " not in head[:16]
+            self.wanted = end + 4 + int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+        if len(self.buffer) < self.wanted:
+            return
+        self.found.append(time.monotonic() - self.sent)
+        self.buffer, self.wanted = b"", -1
+        self.calls -= 1
+        if self.calls:
+            self.start()
+        else:
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.errors += not self.done.done()
+        self._end()
+
+    def _end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+def request(host: str, path: str, stream: bool, key: str) -> bytes:
+    """Return a chat request as bytes."""
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say a word. " * 20}]}
+    if stream:
+        body["stream"] = True
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+async def run(given: argparse.Namespace) -> dict[str, Any]:
+    loop, found = asyncio.get_running_loop(), list[float]()
+    paths = [given.path.replace("{n}", str(n)) for n in range(given.clients)]
+    clients = []
+    for path in paths:
+        content = request(f"127.0.0.1:{given.port}", path, given.mode == "streams", given.key)
+
+        def make(content: bytes = content) -> Client:
+            return Client(content, given.calls, found, given.mode == "streams")
+
+        clients.append((await loop.create_connection(make, "127.0.0.1", given.port))[1])
+    began, cpu = time.monotonic(), time.process_time()
+    for client in clients:
+        client.start()
+        if given.mode == "streams":
+            await asyncio.sleep(STAGGER)
+    await asyncio.gather(*(client.done for client in clients))
+    took = time.monotonic() - began
+    found.sort()
+
+    def at(share: float) -> float:
+        return round(found[min(len(found) - 1, int(len(found) * share))] * 1000, 3) if found else -1.0
+
+    return {
+        "count": len(found),
+        "seconds": round(took, 3),
+        "per_second": round(len(found) / took, 1),
+        "p50_ms": at(0.5),
+        "p90_ms": at(0.9),
+        "p99_ms": at(0.99),
+        "max_ms": at(1),
+        "errors": sum(client.errors for client in clients),
+        "load_cpu_share": round((time.process_time() - cpu) / took, 3),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=["calls", "streams"])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--path", default="/v1/chat/completions", help="{n} is the client's number")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--calls", type=int, default=100, help="of each client")
+    parser.add_argument("--key", default="none")
+    print(json.dumps(uvloop.run(run(parser.parse_args()))), flush=True)

@@ -1,0 +1,10 @@
+"""The dialects that the gateway serves: a new one is a module beside this one, and a line here."""
+
+from __future__ import annotations
+
+from workers.gateway.server.dialects import Dialect
+from workers.gateway.server.dialects.chat import Chat
+
+CHAT = Chat()
+
+DIALECTS: tuple[Dialect, ...] = (CHAT,)
