@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TypeVar
@@ -53,6 +53,17 @@ async def off_the_clock() -> AsyncIterator[None]:
         for clock, seconds in stopped:
             if not clock.expired():
                 clock.reschedule(loop.time() + seconds)
+
+
+@asynccontextmanager
+async def queued(places: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Hold one of ``places``; waiting for it is `off_the_clock`."""
+    async with off_the_clock() if places.locked() else nullcontext():
+        await places.acquire()
+    try:
+        yield
+    finally:
+        places.release()
 
 
 class Turnstile:

@@ -39,7 +39,7 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
                 broker.CHECK_TUNNELS: {"queue": broker.HEALTH_QUEUE},
             },
             "broker_transport": transport.NAME,
-            "result_backend": results.PREFIX + settings.redis_url,
+            "result_backend": results.PREFIX + broker.verified(settings.redis_url),
             "worker_pool": "workers.pool:AsyncioPool",
             "worker_concurrency": settings.concurrency,
             "beat_schedule": {

@@ -146,6 +146,7 @@ class Cleanup:
     ) -> None:
         if isinstance(error, RolloutError):
             self._rollout.fail(error.info(self._rollout.phase))  # first: a failed release must not hide the cause
+        self._rollout.is_over = error is None or isinstance(error, RolloutError)
         self._rollout.last_phase = self._rollout.phase
         self._rollout.enter(Phase.CLEANUP)
         began = time.monotonic()

@@ -11,7 +11,6 @@ until the queue's attempts are spent. What runs goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import random
 import time
@@ -29,6 +28,8 @@ MET_IN = {ErrorKind.GATEWAY: Phase.REGISTER, ErrorKind.TUNNEL: Phase.TUNNEL, Err
 PROVEN_BY = {Phase.TUNNEL: ErrorKind.GATEWAY, Phase.SANDBOX: ErrorKind.TUNNEL, Phase.SETUP: ErrorKind.SANDBOX}
 #: Part of a pause that is random, so that a fleet does not probe in step.
 JITTER = 0.25
+#: Characters of an error that are told of it.
+_WORDS_LIMIT = 300
 
 
 class State(StrEnum):
@@ -71,12 +72,14 @@ class Breaker:
         self._limit = limit
         self._running = running
         self._in_a_row = dict.fromkeys(MET_IN, 0)
+        self._opened = dict.fromkeys(MET_IN, 0)
+        self._last: dict[ErrorKind, tuple[float, str]] = {}  # when each failed last (Unix seconds), and its words
         self._since = 0.0  # when it opened last, in `time.monotonic` seconds
         self._until = 0.0
 
     def watch(self, rollout: Rollout) -> None:
         """Learn from how far an attempt comes, while it runs: its agent may take hours."""
-        rollout.on_phase = functools.partial(self._entered, rollout)
+        rollout.on_phase = self._entered  # bound to nothing of the rollout: a cycle would keep its turns in memory
 
     def record(self, error: ErrorInfo) -> None:
         """Learn from the error with which an attempt has ended."""
@@ -87,18 +90,37 @@ class Breaker:
         if kind := PROVEN_BY.get(phase):
             self._worked(kind, rollout)
 
-    def report(self) -> dict[str, Any] | None:
-        """Return ``{state, kind, seconds}`` while it is not closed; ``seconds`` until the next probe."""
-        if self.state is State.CLOSED:
-            return None
-        return {"state": self.state, "kind": self.kind, "seconds": round(max(0.0, self._until - time.monotonic()), 1)}
+    def report(self) -> dict[str, Any]:
+        """Return ``{state, kind, seconds, systems}``; ``seconds`` are those until the next probe, 0 where none is due.
+
+        ``systems`` has for each of the three ``{state, failures, opened, last_error, last_error_at}``: failures in a
+        row, how often it has opened for it, and when it failed last (Unix seconds). From any thread.
+        """
+        left = self._until - time.monotonic() if self.state is State.OPEN else 0.0
+        return {
+            "state": self.state,
+            "kind": self.kind,
+            "seconds": round(max(0.0, left), 1),
+            "systems": {kind.value: self._report_of(kind) for kind in MET_IN},
+        }
+
+    def _report_of(self, kind: ErrorKind) -> dict[str, Any]:
+        at, words = self._last.get(kind, (None, None))
+        return {
+            "state": self.state if kind is self.kind else State.CLOSED,
+            "failures": self._in_a_row[kind],
+            "opened": self._opened[kind],
+            "last_error": words,
+            "last_error_at": at,
+        }
 
     def _failed(self, error: ErrorInfo) -> None:
-        self._in_a_row[error.kind] += self._failures if error.account else 1
+        self._in_a_row[error.kind] += 1
+        self._last[error.kind] = (time.time(), error.message[:_WORDS_LIMIT])
         if self.state is State.PROBING and error.kind is self.kind:
             self._pause = min(2 * self._pause, self._longest)
             self._open(error)
-        elif self.state is State.CLOSED and self._in_a_row[error.kind] >= self._failures:
+        elif self.state is State.CLOSED and (error.account or self._in_a_row[error.kind] >= self._failures):
             self._open(error)
 
     def _worked(self, kind: ErrorKind, rollout: Rollout) -> None:
@@ -112,6 +134,7 @@ class Breaker:
     def _open(self, error: ErrorInfo) -> None:
         pause = self._pause * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - spreads load, guards nothing
         self.state, self.kind, self.opened = State.OPEN, error.kind, self.opened + 1
+        self._opened[error.kind] += 1
         self._since = time.monotonic()
         self._until = self._since + pause
         logger.error("taking no rollouts for %.0f s, after: %s", pause, error, extra={"stage": "breaker"})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from producer.cli import app
+from workers.init import become_init_if_first
 
 if TYPE_CHECKING:
     from workers.settings import WorkerSettings
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 T = TypeVar("T")
+
+#: Seconds that a worker's threads have to end after everything else.
+_EXIT_LIMIT = 2.0
 
 
 class LogLevel(StrEnum):
@@ -45,17 +49,46 @@ def worker(
     from workers.app import create_app
     from workers.registry import check
     from workers.settings import WorkerSettings
+    from workers.threads import leave_within
 
     settings = _configured(WorkerSettings)
     _configured(lambda: check(settings))
+    _configured(lambda: _require_admin_token(settings))
     celery_app = _configured(lambda: create_app(settings))
     _require_platform(settings)
+    _configured(lambda: _require_redis(settings))
     arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
     queues = ",".join((broker.QUEUE, broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE))
     arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--task-events"] if events else []
-    raise typer.Exit(celery_app.worker_main(arguments) or 0)
+    status = celery_app.worker_main(arguments) or 0
+    leave_within(_EXIT_LIMIT, status)
+    raise typer.Exit(status)
+
+
+class Probe(StrEnum):
+    """What a worker can be asked."""
+
+    LIVE = "live"
+    READY = "ready"
+
+
+@app.command(rich_help_panel="Run the fleet")
+def probe(
+    what: Annotated[Probe, typer.Argument(help="live: its event loop moves; ready: it takes rollouts.")],
+) -> None:
+    """Ask the worker of this host that has the same ROLLOUTS_ADMIN_PORT; status 1 if it is not, or does not answer."""
+    from producer.cli import bad_usage
+    from workers.admin import probe as ask
+    from workers.settings import WorkerSettings
+
+    settings = _configured(WorkerSettings)
+    if not settings.admin_port:
+        bad_usage("ROLLOUTS_ADMIN_PORT is not set; give the worker and this command the same one")
+    health = ask(settings.admin_host, settings.admin_port, f"/{what}z")
+    typer.echo(health.words)
+    raise typer.Exit(not health.ok)
 
 
 @app.command(rich_help_panel="Run the fleet")
@@ -104,15 +137,20 @@ def leaks(
 @app.command(rich_help_panel="Run the fleet")
 def gateway(
     upstream: Annotated[
-        str | None, typer.Option(help="Model server, such as http://host:8000/v1; or ROLLOUTS_GATEWAY_UPSTREAM.")
+        list[str] | None,
+        typer.Option(help="Model server, such as http://host:8000/v1; repeatable; or ROLLOUTS_GATEWAY_UPSTREAM."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; default 8080.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep registrations and answered calls there, for a restart.")
+    ] = None,
 ) -> None:
-    """Run the bundled rollout gateway in front of a model server."""
+    """Run the bundled rollout gateway in front of one or more model servers."""
     from workers.gateway.server import GatewaySettings, run_gateway
 
-    given: dict[str, Any] = {"upstream": upstream, "host": host, "port": port}
+    urls = ",".join(upstream) if upstream else None
+    given: dict[str, Any] = {"upstream": urls, "host": host, "port": port, "journal": journal}
     settings = _configured(lambda: GatewaySettings(**{k: v for k, v in given.items() if v is not None}))
     _configured(lambda: run_gateway(settings))
 
@@ -179,6 +217,13 @@ def demo(
     raise typer.Exit(summary.exit_code)
 
 
+def _require_admin_token(settings: WorkerSettings) -> None:
+    from workers.admin import check_exposure
+
+    if settings.admin_port:
+        check_exposure(settings.admin_host, settings.admin_token.get_secret_value() if settings.admin_token else None)
+
+
 def _require_platform(settings: WorkerSettings) -> None:
     """End the command when the platform refuses this worker: it would fail every rollout that it takes."""
     from workers.doctor import State, platform, uses_platform
@@ -189,6 +234,19 @@ def _require_platform(settings: WorkerSettings) -> None:
         if finding.state is not State.OK:
             typer.echo(f"rollouts: {finding.message}", err=True)
             raise typer.Exit(2)
+
+
+def _require_redis(settings: WorkerSettings) -> None:
+    """Raise `ConfigurationError` when Redis refuses this worker or evicts keys; one that is away is waited for."""
+    from contextlib import suppress
+
+    import redis
+
+    from workers.access import require
+    from workers.local import quick_client
+
+    with suppress(redis.ConnectionError, redis.TimeoutError), quick_client(settings.redis_url) as client:
+        require(client, settings.redis_url, allow_eviction=settings.allow_eviction)
 
 
 def _tell(part: str, what: str) -> None:
@@ -241,6 +299,7 @@ def _setting_line(prefix: str, error: Any) -> str:
 
 def main() -> None:
     """Entry point of the ``rollouts`` console script."""
+    become_init_if_first()
     app()
 
 

@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import redis
 from celery import Celery
 from celery.exceptions import Ignore
+from prometheus_client.registry import Collector
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -25,12 +26,14 @@ from producer.contract import (
     ErrorInfo,
     ErrorKind,
     InvalidRequestError,
+    Phase,
     RolloutRequest,
     RolloutResult,
     StopCondition,
 )
-from workers import claims
-from workers.breaker import Breaker, is_infrastructure
+from workers import access, claims
+from workers.admin import AdminServer, Health
+from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
 from workers.environment import Environment
 from workers.errors import RolloutError
@@ -38,7 +41,8 @@ from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
-from workers.metrics import LeakCollector, MetricsServer, TunnelCollector
+from workers.loop_watch import LoopWatch
+from workers.metrics import BreakerCollector, LeakCollector, LoopCollector, TunnelCollector
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
 from workers.registry import Secrets, check
@@ -54,6 +58,8 @@ logger = logging.getLogger(__name__)
 #: Threads for calls to Redis: they wait on the network, not on each other.
 _REDIS_THREADS = 4
 _RETRY_DELAY_MAX = 60.0
+#: Seconds that the lease keeper has to end; it bounds itself, once it is told.
+_KEEPER_LIMIT = 6.0
 
 T = TypeVar("T")
 
@@ -66,29 +72,32 @@ class Fleet:
         self.app = app
         self._secrets = Secrets(settings.secret_env, environ)
         self._running: dict[str, Rollout] = {}
+        self._breaker_cap: int | None = None
         self._started_at = time.time()
+        self._serving = False
 
     @asynccontextmanager
     async def lifespan(self, pool: AsyncioPool) -> AsyncIterator[None]:
         """Hold everything that a worker process needs while its pool runs."""
         self.pool = pool
+        self.loop_watch = LoopWatch(lambda: pool.loop_progress, lambda: pool.loop_thread_id)
         self.worker = pool.hostname or f"worker@{socket.gethostname()}"
         self.environments = check(self.settings)  # not earlier: beat needs none of it
         async with AsyncExitStack() as stack:
+            admin = stack.enter_context(self._admin())  # first: while Redis is waited for, it tells that this starts
             self.store = stack.enter_context(connected(self.settings, self.app))
             self._threads = ThreadPoolExecutor(_REDIS_THREADS, thread_name_prefix="redis")
             stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             hooks = ThreadPoolExecutor(self.settings.hook_threads, thread_name_prefix="hook")
             asyncio.get_running_loop().set_default_executor(hooks)  # where `asyncio.to_thread` runs plain hooks
             self.ledger = Ledger(self.store.client, lease_ttl=self.settings.lease_ttl)
+            await self._when_redis_answers("the worker's start", self._require_redis)
             fleet_id = await self._when_redis_answers("the worker's start", self.ledger.fleet_id)
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
             self.systems = await stack.enter_async_context(systems)
             self.orphans = Orphans(
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )
-            collectors = (TunnelCollector(self.systems.tunnels.report), LeakCollector(lambda: self.orphans.leaked))
-            stack.enter_context(MetricsServer(self.settings.metrics_port, *collectors))
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
@@ -99,27 +108,69 @@ class Fleet:
                 failures=self.settings.breaker_failures,
                 pause=self.settings.breaker_pause,
                 longest=self.settings.breaker_longest_pause,
-                limit=self.pool.cap,
+                limit=self._cap_by_breaker,
                 running=lambda: len(self.claims),
             )
+            admin.collect(*self._collectors())
             self.keeper.start()
-            stack.push_async_callback(asyncio.get_running_loop().run_in_executor, self._threads, self.keeper.stop)
+            stack.push_async_callback(self._stop_keeper)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
             self.sweep_orphans = await stack.enter_async_context(sweeps)
+            self._serving = True
             yield
+
+    def _admin(self) -> AdminServer:
+        settings = self.settings
+        token = settings.admin_token.get_secret_value() if settings.admin_token else None
+        return AdminServer(settings.admin_host, settings.admin_port, token, live=self._live, ready=self._ready)
+
+    def _live(self) -> Health:
+        """Fail when the leases are given up: nothing is lost any more by starting this process again."""
+        behind = self.loop_watch.behind()
+        return Health(behind <= self.settings.loop_hang_limit, f"event loop {behind:.1f} s behind")
+
+    def _ready(self) -> Health:
+        state = self._state() if self._serving else "starting"
+        return Health(state == "running", f"{state}: {self.breaker.kind} fails" if state == "paused" else state)
+
+    def _collectors(self) -> tuple[Collector, ...]:
+        return (
+            TunnelCollector(self.systems.tunnels.report),
+            LeakCollector(lambda: self.orphans.leaked),
+            BreakerCollector(self.breaker.report),
+            LoopCollector(self.loop_watch, lambda: self.pool.info["loop-lag-ms"]),
+        )
+
+    def _require_redis(self) -> None:
+        settings = self.settings
+        access.require(self.store.client, settings.redis_url, allow_eviction=settings.allow_eviction)
+
+    def _cap_by_breaker(self, jobs: int | None) -> None:
+        self._breaker_cap = jobs
+        self._cap()
+
+    def _cap(self) -> None:
+        """Have Celery take what the breaker allows, and nothing while the loop hangs: it would lapse like the rest."""
+        self.pool.cap(0 if self.keeper.hung else self._breaker_cap)
 
     def _keeper(self, store: JobStore) -> LeaseKeeper:
         return LeaseKeeper(
             store,
             self.worker,
             hang_limit=self.settings.loop_hang_limit,
-            progress=lambda: self.pool.loop_progress,
-            loop_thread=lambda: self.pool.loop_thread_id,
+            loop=self.loop_watch,
             on_lost=self._end_early,
+            on_hang=lambda _: self._cap(),
             report=self._report,
             # Not on the keeper's own thread: a sweep of thousands must not hold up renewals.
             duties=lambda: self._threads.submit(self.sweep),
         )
+
+    async def _stop_keeper(self) -> None:
+        """Stop renewing and reporting; bounded, for the threads may all wait for a Redis that does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KEEPER_LIMIT):
+                await asyncio.get_running_loop().run_in_executor(self._threads, self.keeper.stop)
 
     # -- running one rollout ------------------------------------------------------------------------------------------
 
@@ -140,7 +191,7 @@ class Fleet:
     async def _attempt(self, job: Job, claim: Claim) -> RolloutResult:
         here: dict[str, Any] = {"attempt": claim.attempt, "worker": self.worker}
         try:
-            request = RolloutRequest.parse(claim.request)
+            request = claim.parsed()
         except InvalidRequestError as error:
             return invalid(claim.rollout_id, str(error), batch_id=claim.batch_id, **here)
         try:
@@ -156,13 +207,16 @@ class Fleet:
         try:
             await self._run_on_ledger(rollout, environment, systems)
         except asyncio.CancelledError:
-            condition = await self._cancelled(job, claim, rollout)
-        else:
-            condition = rollout.stop_condition()
-            if rollout.error and self._is_ours(rollout, rollout.error):
-                self.breaker.record(rollout.error)
-            if rollout.error and (rollout.error.retryable or self._is_ours(rollout, rollout.error)):
-                await self._retry(claim, rollout, rollout.error)
+            # A shutdown that comes while a finished attempt is cleaned up has ended nothing: its result counts.
+            if not (rollout.is_over and job.cancel_reason is CancelReason.SHUTDOWN):
+                return await self._result(claim, rollout, await self._cancelled(job, claim, rollout))
+        if rollout.error and self._is_ours(rollout, rollout.error):
+            self.breaker.record(rollout.error)
+        if rollout.error and (rollout.error.retryable or self._is_ours(rollout, rollout.error)):
+            await self._retry(claim, rollout, rollout.error)
+        return await self._result(claim, rollout, rollout.stop_condition())
+
+    async def _result(self, claim: Claim, rollout: Rollout, condition: StopCondition) -> RolloutResult:
         if claim.attempt > 1:
             rollout.failed_attempts = await self._when_redis_answers(
                 claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id)
@@ -170,11 +224,13 @@ class Fleet:
         return rollout.result(condition)
 
     async def _run_on_ledger(self, rollout: Rollout, environment: Environment, systems: Systems) -> None:
-        """Run the attempt; the ledger is told where its clean-up failed."""
+        """Run the attempt; the ledger is told where its clean-up failed, or may not come to its end."""
         try:
             await run_rollout(rollout, environment, systems)
         finally:
-            if rollout.leftovers:
+            # A creation that was broken off is cleared up behind the attempt: not for long, when the worker shuts down.
+            broken_off = self.pool.closing and rollout.last_phase is Phase.SANDBOX
+            if rollout.leftovers or broken_off:
                 rollout_id = rollout.request.rollout_id
                 await self._when_redis_answers(
                     rollout_id, lambda: self.ledger.note(rollout_id, rollout.attempt, self.worker)
@@ -275,17 +331,27 @@ class Fleet:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "process": self.systems.process,
             "concurrency": self.pool.limit,
             "breaker": self.breaker.report(),
             "running": len(self.claims),
             "phases": dict(phases),
             "loop_lag_ms": self.pool.info["loop-lag-ms"],
+            "loop_blocked": self.loop_watch.report(),
             "environments": self.environments.names(),
             "tunnels": self.systems.tunnels.report(),
             "leaked": self.orphans.leaked,
             "started_at": self._started_at,
-            "state": "draining" if self.pool.closing else "running",
+            "state": self._state(),
         }
+
+    def _state(self) -> str:
+        """Return ``running``, ``paused`` (the breaker lets it take nothing, or one), ``hung``, or ``draining``."""
+        if self.pool.closing:
+            return "draining"
+        if self.keeper.hung:
+            return "hung"
+        return "running" if self.breaker.state is State.CLOSED else "paused"
 
 
 @contextmanager

@@ -10,6 +10,11 @@ from workers.ledger import Entry, Workers
 from workers.sandboxes.base import FoundSandbox
 from workers.tunnels.base import FoundTunnel
 
+#: Label of a tunnel that tells processes apart which have one name, one after the other.
+PROCESS = "process"
+#: Seconds that a new process has for its first report before what is not its namesake's may be taken for that.
+NAMESAKE_GRACE = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
@@ -72,14 +77,13 @@ def leak_of_entry(entry: Entry, now_ms: int) -> Leak:
 def leak_of(thing: FoundSandbox | FoundTunnel) -> Leak:
     """Describe a sandbox or tunnel by its labels."""
     rollout_id, attempt = max(owners(thing), default=("", 0))
-    now = time.time()
     return Leak(
         kind="sandbox" if isinstance(thing, FoundSandbox) else "tunnel",
         id=thing.id,
         rollout_id=rollout_id,
         attempt=attempt,
         worker=worker_of(thing),
-        age=max(0.0, now - (now if thing.created_at is None else thing.created_at)),
+        age=age_of(thing),
     )
 
 
@@ -94,12 +98,28 @@ def worker_of(thing: FoundSandbox | FoundTunnel) -> str:
     return next(reversed(_values(thing.labels, "worker")), "")
 
 
-def is_stray(tunnel: FoundTunnel, known: Workers) -> bool:
-    """Whether a tunnel is that of a dead worker, or of a dead one whose name a living worker has now."""
+def age_of(thing: FoundSandbox | FoundTunnel) -> float:
+    """Return for how many seconds a thing has been there; 0 where the platform does not say."""
+    return 0.0 if thing.created_at is None else max(0.0, time.time() - thing.created_at)
+
+
+def is_stray(tunnel: FoundTunnel, known: Workers, grace: float) -> bool:
+    """Whether a tunnel is that of a dead worker, or one that a living worker does not know to be its own.
+
+    A living worker names a tunnel once it serves, which is a while after its registration: one that was younger than
+    ``grace`` seconds when the worker last reported may be starting. The others are of starts whose answer was lost, and
+    of a dead process whose name a living one has now; these show it by their label, and are not spared for so long.
+    """
     worker = worker_of(tunnel)
     if not worker:
         return False
-    return tunnel.id not in known.tunnels[worker] if known.lives(worker) else known.is_dead(worker)
+    if not known.lives(worker):
+        return known.is_dead(worker)
+    if tunnel.id in known.tunnels[worker]:
+        return False
+    process = next(reversed(_values(tunnel.labels, PROCESS)), "")
+    is_namesakes = process not in {"", known.processes[worker]}
+    return age_of(tunnel) - known.silence(worker) > (min(grace, NAMESAKE_GRACE) if is_namesakes else grace)
 
 
 def _values(labels: tuple[str, ...], name: str) -> list[str]:

@@ -2,16 +2,14 @@
 
 On the event loop, one user's blocking hook would cost every rollout of the process its lease. In a thread without a
 limit, a hung loop would keep its leases for ever. So the thread renews while the loop makes progress, and stops when
-the loop has made none for ``hang_limit`` seconds.
+the loop has made none for ``hang_limit`` seconds. What blocks it is told by `workers.loop_watch`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ import redis
 
 from producer import broker
 from workers.jobs import JobStore, Renewal
+from workers.loop_watch import LoopWatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +27,15 @@ _WAIT_MS = 500
 #: A worker's report in Redis expires after this many seconds: a dead worker is off the list soon.
 REPORT_TTL = 15
 _REPORT_INTERVAL = 2.0
-#: A loop that has not moved for this long (s) is named in the log, with the frame that blocks it.
-_HANG_WARNING = 5.0
 
 
 class LeaseKeeper(threading.Thread):
     """Renews held leases every quarter of their time to live, and tells which rollouts must end.
 
     ``on_lost(rollout_id, renewal)`` is called from this thread for a rollout whose lease was lost or whose cancellation
-    was asked for. ``progress()`` returns when the event loop last moved (monotonic seconds), ``loop_thread()`` the id
-    of its thread, ``report()`` what this worker tells the fleet about itself. ``duties`` is called at every renewal;
+    was asked for. ``loop`` says when the event loop last moved, and is asked to look at it whenever this thread turns.
+    ``on_hang(True)`` is called when it has hung for longer than ``hang_limit`` seconds and ``on_hang(False)`` when it
+    moves again. ``report()`` is what this worker tells the fleet about itself. ``duties`` is called at every renewal;
     it must not block.
     """
 
@@ -47,9 +45,9 @@ class LeaseKeeper(threading.Thread):
         worker: str,
         *,
         hang_limit: float,
-        progress: Callable[[], float],
-        loop_thread: Callable[[], int | None],
+        loop: LoopWatch,
         on_lost: Callable[[str, Renewal], None],
+        on_hang: Callable[[bool], object],
         report: Callable[[], dict[str, Any]],
         duties: Callable[[], object],
     ) -> None:
@@ -58,18 +56,18 @@ class LeaseKeeper(threading.Thread):
         self._store = store
         self._worker = worker
         self._hang_limit = hang_limit
-        self._progress = progress
-        self._loop_thread = loop_thread
+        self._loop = loop
         self._on_lost = on_lost
+        self._on_hang = on_hang
         self._report = report
         self._duties = duties
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._hang_named = 0.0
         self._last_contact = time.monotonic()
         self._trusted_from = 0.0
         self._seen_cancel: str | None = None
+        self.hung = False  #: the loop has hung for so long that its leases are given up
 
     def hold(self, rollout_id: str, attempt: int) -> None:
         """Keep this attempt's lease alive from now on."""
@@ -109,6 +107,7 @@ class LeaseKeeper(threading.Thread):
         due = reported = 0.0
         while not self._stopping.is_set():
             try:
+                self._loop.look()
                 now = time.monotonic()
                 if now >= due:
                     self._renew()
@@ -143,18 +142,15 @@ class LeaseKeeper(threading.Thread):
             self._on_lost(rollout_id, renewal)
 
     def _loop_hangs(self) -> bool:
-        """Whether the event loop has hung for too long; from a few seconds on, name what blocks it, once per hang."""
-        progress = self._progress()
-        behind = time.monotonic() - progress
-        if behind > _HANG_WARNING and self._hang_named != progress:
-            self._hang_named = progress
-            frame = sys._current_frames().get(self._loop_thread() or -1)
-            where = "".join(traceback.format_stack(frame)[-4:]) if frame else "(unknown)"
-            logger.error("event loop blocked for %.1f s by:\n%s", behind, where, extra={"stage": "loop_blocked"})
-        if behind <= self._hang_limit:
-            return False
-        logger.error("event loop hung for %.0f s: its leases are given up", behind, extra={"stage": "loop_hung"})
-        return True
+        """Whether the event loop has hung for too long."""
+        behind = self._loop.behind()
+        hung = behind > self._hang_limit
+        if hung:
+            logger.error("event loop hung for %.0f s: its leases are given up", behind, extra={"stage": "loop_hung"})
+        if hung is not self.hung:
+            self.hung = hung
+            self._on_hang(hung)
+        return hung
 
     def _note_contact(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ with an entry is never run again, as attempts are only counted up.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -68,11 +69,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Workers:
-    """What is known of worker processes at ``now_ms``: when each last reported, its tunnels, who holds rollouts."""
+    """What is known of workers at ``now_ms``: when each last reported, its process, its tunnels, who holds rollouts."""
 
     now_ms: int
     patience_ms: int
     reported_ms: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, str] = field(default_factory=dict)
     tunnels: dict[str, frozenset[str]] = field(default_factory=dict)
     holding: frozenset[str] = frozenset()
 
@@ -81,6 +83,11 @@ class Workers:
         return worker in self.tunnels and self.reported_ms.get(worker, 0) > max(
             since_ms, self.now_ms - self.patience_ms
         )
+
+    def silence(self, worker: str) -> float:
+        """Return for how many seconds it has not reported; infinite for one that never did, or withdrew."""
+        reported = self.reported_ms.get(worker)
+        return math.inf if reported is None else max(0.0, (self.now_ms - reported) / 1000)
 
     def is_dead(self, worker: str) -> bool:
         """Whether it has been silent for as long as a lease lives, and holds no rollout any more."""
@@ -179,12 +186,13 @@ class Ledger:
             pipe.get(broker.worker_key(name))
         answers = pipe.execute()
         expiries = dict(zip(names, answers[::2], strict=True))
-        reports = dict(zip(names, answers[1::2], strict=True))
+        reports = {name: _report(answer) for name, answer in zip(names, answers[1::2], strict=True) if answer}
         return Workers(
             now_ms=now,
             patience_ms=int(max(self._lease_ttl, _SILENCE) * 1000),
             reported_ms={name: int(expiry) - REPORT_TTL * 1000 for name, expiry in expiries.items() if expiry},
-            tunnels={name: _tunnels(report) for name, report in reports.items() if report},
+            processes={name: str(report.get("process", "")) for name, report in reports.items()},
+            tunnels={name: _tunnels(report) for name, report in reports.items()},
             holding=frozenset(worker.decode() for worker, state in records if worker and state == b"running"),
         )
 
@@ -243,10 +251,17 @@ def _decoded(name: bytes, value: bytes) -> Entry | None:
         return None
 
 
-def _tunnels(report: bytes) -> frozenset[str]:
+def _report(encoded: bytes) -> dict[str, Any]:
+    try:
+        report = orjson.loads(encoded)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _tunnels(report: dict[str, Any]) -> frozenset[str]:
     """Return the ids of the tunnels in a worker's report."""
     try:
-        tunnels = orjson.loads(report).get("tunnels", [])
-        return frozenset(str(tunnel["tunnel_id"]) for tunnel in tunnels)
-    except (ValueError, TypeError, AttributeError, KeyError):
+        return frozenset(str(tunnel["tunnel_id"]) for tunnel in report.get("tunnels", []))
+    except (TypeError, KeyError):
         return frozenset()

@@ -33,10 +33,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from producer import broker
+from workers import access
 from workers.children import HOST, Child, StackError, end_children, free_port
 from workers.demo import STAND_IN, llm
 from workers.demo.environment import ENVIRONMENT_NAME, ENVIRONMENT_TARGET
 from workers.reaper import Reaper
+from workers.registry import ConfigurationError
 
 __all__ = ["LocalStack", "Progress", "StackError", "StackOptions", "find_redis_server"]
 
@@ -62,8 +64,9 @@ class StackOptions:
     at. ``upstream`` is the user's model server, ``llm`` the small real model, neither the stand-in, which answers after
     ``model_latency`` seconds. Without ``gateway``, the workers serve the agents' model calls themselves.
     ``environments`` (name to ``module:Class``) are added to the demo's. ``settings`` are further variables for the
-    children. ``log_dir`` is kept; without it, logs go with the stack. ``grace`` is how many seconds workers have to
-    finish what runs when the stack ends.
+    children. Without ``beat``, the workers sweep and check their tunnels by themselves, a little later. ``log_dir`` is
+    kept; without it, logs go with the stack. ``grace`` is how many seconds workers have to finish what runs when the
+    stack ends.
     """
 
     workers: int = 1
@@ -73,6 +76,7 @@ class StackOptions:
     llm: bool = False
     model_latency: float = 0.0
     gateway: bool = True
+    beat: bool = True
     environments: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict, repr=False)
     log_dir: Path | None = None
@@ -126,7 +130,8 @@ class LocalStack:
         # A worker that finds no Redis waits for seconds before it looks again.
         self._wait_until_ready([child for child in self._children if child.name == "redis"])
         self._start_workers()
-        self._start_beat()
+        if self.options.beat:
+            self._start_beat()
         self._wait_until_ready(self._children)
 
     def check(self) -> None:
@@ -165,7 +170,7 @@ class LocalStack:
     def _start_redis(self) -> None:
         given, source = _given_redis(self.options, os.environ)
         if given:
-            _require_redis(given, source)
+            _require_redis(given, source, {**os.environ, **self.options.settings})
             self.redis_url = given
             self._tell("redis", f"ready ({source})")
             return
@@ -223,7 +228,7 @@ class LocalStack:
     def _start_workers(self) -> None:
         # Others may use the same Redis server from this host.
         token = secrets.token_hex(3)
-        client = _client(self.redis_url)
+        client = quick_client(self.redis_url)
         for number in range(1, self.options.workers + 1):
             name = f"worker{number}-{token}@{socket.gethostname()}"
             command = [*PYTHON, "workers.cli", "worker", "--name", name]
@@ -321,16 +326,17 @@ def _given_redis(options: StackOptions, environ: Mapping[str, str]) -> tuple[str
     return next(((environ[name], name) for name in REDIS_VARIABLES if environ.get(name)), (None, ""))
 
 
-def _require_redis(url: str, source: str) -> None:
+def _require_redis(url: str, source: str, environ: Mapping[str, str]) -> None:
+    allowed = environ.get("ROLLOUTS_ALLOW_EVICTION", "").lower() in {"1", "true", "yes", "on", "t", "y"}
     try:
-        with _client(url) as client:
-            client.ping()
-    except (redis.RedisError, ValueError) as error:
+        with quick_client(url) as client:
+            access.require(client, url, allow_eviction=allowed)
+    except (redis.RedisError, ValueError, ConfigurationError) as error:
         raise StackError(f"cannot use the Redis server that is {_named(source)}: {error}") from None
 
 
-def _client(url: str) -> redis.Redis:
-    # Without retries: who asks looks again anyhow, and meanwhile at the other children.
+def quick_client(url: str) -> redis.Redis:
+    """Return a client that does not retry: who asks looks again anyhow, and meanwhile at other things."""
     return redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0))
 
 
@@ -340,7 +346,7 @@ def _named(source: str) -> str:
 
 def _redis_answers(url: str) -> bool:
     try:
-        with _client(url) as client:
+        with quick_client(url) as client:
             return bool(client.ping())
     except redis.RedisError:
         return False

@@ -1,8 +1,9 @@
 """The orphan sweep: deletes what attempts have left behind, and says whose it was and how old.
 
-Two ways lead to it. The ledger (`workers.ledger`) knows of every attempt that ended badly, so what a dead worker left
-is gone within an interval. Now and then everything that carries this fleet's identity is listed too: what belongs to no
-attempt that runs, for whatever reason, is deleted then.
+Three ways lead to it. The ledger (`workers.ledger`) knows of every attempt that ended badly, so what a dead worker left
+is gone within an interval. Tunnels belong to workers and not to attempts, and one may be left by a worker that ran
+nothing when it died: each turn lists them all, of which there are few. Now and then everything that carries this
+fleet's identity is listed too: what belongs to no attempt that runs, for whatever reason, is deleted then.
 
 One turn per interval is taken fleet-wide, but two sweeps at once are safe: all that they do may be done twice.
 """
@@ -101,6 +102,7 @@ class Orphans:
             async with asyncio.timeout(TURN_LIMIT):
                 if await self._is_due(broker.ORPHANS_SWEPT, _TURN):
                     await self.clear_entries()
+                    await self.clear_tunnels()
                     if await self._is_due(broker.LABELS_SWEPT, _LABELS_EVERY - 1 + _TURN):
                         await self.clear_strays()
         except TimeoutError:
@@ -226,6 +228,20 @@ class Orphans:
 
     # -- by label ------------------------------------------------------------------------------------------------------
 
+    async def clear_tunnels(self) -> Cleared:
+        """Delete the tunnels of this fleet that no living worker has: see `workers.leaks.is_stray`."""
+        cleared = Cleared()
+        try:
+            found = await self._systems.tunnels.find(self._label)
+        except RolloutError as error:
+            logger.warning("tunnels cannot be listed: %s", error, extra=_STAGE)
+            return cleared
+        if found and await self._is_our_fleet():
+            strays = [leak_of(tunnel) for tunnel in await self._stray_tunnels(found)]
+            deleted = await asyncio.gather(*(self._delete(leak, cleared) for leak in strays))
+            cleared.left = [leak for leak, gone in zip(strays, deleted, strict=True) if not gone]
+        return cleared
+
     async def clear_strays(self) -> Cleared:
         """Delete everything of this fleet that belongs to no running attempt and no living worker."""
         cleared = Cleared()
@@ -248,19 +264,26 @@ class Orphans:
         sandboxes = await self._systems.sandboxes.find((self._label,))
         tunnels = await self._systems.tunnels.find(self._label)
         # Only now: what has been listed was claimed before, and is found to run unless it has ended meanwhile.
-        if await self._redis(self._ledger.fleet_id) != self._fleet_id:
-            logger.error("Redis has lost this fleet's identity: nothing is deleted for the old one", extra=_STAGE)
+        if not await self._is_our_fleet():
             return []
         whose = {sandbox: owners(sandbox) for sandbox in sandboxes if sandbox.created_at < before}
         spared = await self._redis(lambda: self._ledger.running(set().union(*whose.values())))
         spared |= {(entry.rollout_id, entry.attempt) for entry in await self._redis(self._ledger.entries)}
         orphaned = [sandbox for sandbox, its in whose.items() if its and not its & spared]
-        return [*map(leak_of, orphaned), *map(leak_of, await self._stray_tunnels(tunnels, before))]
-
-    async def _stray_tunnels(self, tunnels: list[FoundTunnel], before: float) -> list[FoundTunnel]:
         old = [tunnel for tunnel in tunnels if tunnel.created_at is not None and tunnel.created_at < before]
-        known = await self._redis(lambda: self._ledger.workers(sorted({worker_of(tunnel) for tunnel in old})))
-        return [tunnel for tunnel in old if is_stray(tunnel, known)]
+        return [*map(leak_of, orphaned), *map(leak_of, await self._stray_tunnels(old))]
+
+    async def _stray_tunnels(self, tunnels: list[FoundTunnel]) -> list[FoundTunnel]:
+        # Asked after the listing: a worker that has one of these by now has reported, or holds a rollout.
+        names = sorted({worker_of(tunnel) for tunnel in tunnels})
+        known = await self._redis(lambda: self._ledger.workers(names))
+        return [tunnel for tunnel in tunnels if is_stray(tunnel, known, self._grace)]
+
+    async def _is_our_fleet(self) -> bool:
+        if await self._redis(self._ledger.fleet_id) == self._fleet_id:
+            return True
+        logger.error("Redis has lost this fleet's identity: nothing is deleted for the old one", extra=_STAGE)
+        return False
 
     async def open_entries(self) -> list[Leak]:
         """List the attempts in the ledger."""

@@ -93,7 +93,7 @@ class AsyncioPool(BasePool):
     #: Seconds after which a thread that computes lets another one compute.
     switch_interval = 0.001
     #: Seconds that the lifespan has to exit.
-    lifespan_grace = 30.0
+    lifespan_grace = 24.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

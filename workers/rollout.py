@@ -9,25 +9,24 @@ this code never carries model traffic. Stage names in the log are those of the r
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 from producer.contract import Phase
 from workers.aio import first_of
 from workers.attempt import Cleanup, in_phase, judge, log, quietly, record_trajectory, salvaged
 from workers.environment import Environment, reward_and_metrics
-from workers.errors import (
-    AgentError,
-    RolloutError,
-    TunnelError,
-)
+from workers.errors import AgentError, AgentStalledError, RolloutError, TunnelError
 from workers.gateway.protocol import Gateway, Registration, Trajectory, rollout_path
 from workers.hooks import call_hook, derive
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxProvider, SandboxSpec
 from workers.state import Rollout
 from workers.tunnels.base import TunnelLease, TunnelProvider
+from workers.watchdog import Limits, hard_limit, stalled
 
 #: Seconds in which a sandbox must have started the agent.
 _START_TIMEOUT = 120.0
@@ -44,6 +43,8 @@ class Systems:
     sandboxes: SandboxProvider
     #: What every sandbox of this worker is labelled with.
     labels: tuple[str, ...] = ()
+    #: Bounds for requests that set none.
+    limits: Limits = field(default_factory=Limits)
 
 
 async def run_rollout(rollout: Rollout, environment: Environment, systems: Systems) -> None:
@@ -55,7 +56,8 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
     log(rollout, "start", "attempt %d of %s begins", rollout.attempt, request.rollout_id)
     try:
         command = derive(environment, "run_command", request)
-        async with Cleanup(rollout) as cleanup:
+        limit = systems.limits.attempt_of(rollout)
+        async with Cleanup(rollout) as cleanup, hard_limit(rollout, limit):
             async with in_phase(rollout, Phase.REGISTER):
                 registration = Registration(
                     model=request.model,
@@ -75,7 +77,7 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
                     tunnel = await _open_tunnel(rollout, systems.tunnels, cleanup)
 
                 async with in_phase(rollout, Phase.SANDBOX):
-                    spec = _sandbox_spec(rollout, environment, systems.labels)
+                    spec = _sandbox_spec(rollout, environment, systems.labels, limit)
                     sandbox = await cleanup.enter(systems.sandboxes.create(spec))
                     rollout.sandbox, rollout.sandbox_id = sandbox, sandbox.id
                     log(rollout, "create_sandbox", "sandbox %s is ready", sandbox.id)
@@ -84,7 +86,7 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
                     await call_hook(environment, "setup", rollout)
 
                 async with in_phase(rollout, Phase.AGENT, bounded=False):  # its deadline is an outcome
-                    await _run_agent(rollout, command, sandbox, tunnel)
+                    await _run_agent(rollout, command, sandbox, tunnel, systems)
 
                 async with in_phase(rollout, Phase.TRAJECTORY):
                     # An agent that ran out of time may have a call in flight that nobody waits for any more.
@@ -130,7 +132,9 @@ async def _open_tunnel(rollout: Rollout, tunnels: TunnelProvider, cleanup: Clean
     return tunnel
 
 
-def _sandbox_spec(rollout: Rollout, environment: Environment, labels: tuple[str, ...]) -> SandboxSpec:
+def _sandbox_spec(
+    rollout: Rollout, environment: Environment, labels: tuple[str, ...], limit: float | None
+) -> SandboxSpec:
     request = rollout.request
     env: dict[str, str] = derive(environment, "build_env_vars", request, rollout)
     # The rollout's key is a secret too: variables of a sandbox are shown by its platform, secrets are not.
@@ -145,14 +149,16 @@ def _sandbox_spec(rollout: Rollout, environment: Environment, labels: tuple[str,
         secrets=key | rollout.secrets,
         labels=(*request.labels, *labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
         # It must outlive every phase in which it is used, and no worker's death.
-        ttl=sum(map(deadlines.of, Phase)) + _START_TIMEOUT + _OUTPUT_TIMEOUT,
+        ttl=min(sum(map(deadlines.of, Phase)), (limit or math.inf) + deadlines.cleanup)
+        + _START_TIMEOUT
+        + _OUTPUT_TIMEOUT,
         team_id=request.team_id,
         advanced=request.advanced,
     )
 
 
-async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: TunnelLease) -> None:
-    """Start the agent and wait until it ends, its tunnel breaks, or its time is up."""
+async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: TunnelLease, systems: Systems) -> None:
+    """Start the agent and wait until it ends, its tunnel breaks, it stalls, or its time is up."""
     try:
         async with asyncio.timeout(_START_TIMEOUT):
             job = await sandbox.start_job(command)
@@ -163,10 +169,17 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
 
     deadline = rollout.request.deadlines.agent
     log(rollout, "wait_for_agent_completion", "waiting up to %.0f s", deadline)
+    watches = [tunnel.broken()]
+    if idle := systems.limits.idle_of(rollout):
+        ask = partial(systems.gateway.progress, rollout.gateway_url, rollout.gateway_id)
+        watches.append(stalled(rollout, idle, ask, tunnel.confirm))
     try:
-        ended = await first_of(job.ended(), tunnel.broken(), timeout=deadline)
+        ended = await first_of(job.ended(), *watches, timeout=deadline)
     except TunnelError as error:
         log(rollout, "tunnel_died", "%s", error)
+        raise
+    except AgentStalledError:
+        await _record_output(rollout, job.output())
         raise
     rollout.agent_ended_at = time.monotonic()
     rollout.agent_timed_out = not ended
@@ -201,4 +214,4 @@ async def _record_output(rollout: Rollout, reading: Awaitable[CommandResult | No
         return
     if output is not None:
         rollout.agent_stdout, rollout.agent_stderr = output.stdout, output.stderr
-        rollout.agent_exit_code = None if rollout.agent_timed_out else output.exit_code
+        rollout.agent_exit_code = output.exit_code if rollout.agent_completed else None

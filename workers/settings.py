@@ -9,7 +9,8 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from producer.contract import GatewayUrl
-from producer.settings import DEFAULT_REDIS_URL, RedisUrl
+from producer.settings import ALLOW_EVICTION, DEFAULT_REDIS_URL, RedisUrl
+from workers.foreign import host_pattern
 
 
 class WorkerSettings(BaseSettings):
@@ -23,6 +24,7 @@ class WorkerSettings(BaseSettings):
         description="URL of the Redis or Valkey server that holds queue, records and results.",
         repr=False,
     )
+    allow_eviction: bool = Field(default=False, description=ALLOW_EVICTION)
     fleet: str = Field(default="fleet", description="Name of the fleet, for labels of what it creates.")
     concurrency: int = Field(default=100, gt=0, description="Rollouts that one worker process runs at one time.")
 
@@ -30,6 +32,13 @@ class WorkerSettings(BaseSettings):
         default="http://127.0.0.1:8080", description="Rollout gateway for requests that name none."
     )
     gateway_control_key: SecretStr | None = Field(default=None, description="Key of the gateway's control endpoints.")
+    gateway_allow: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Other gateways that requests may name, as HOST[:PORT] with *, by commas; by default none.",
+    )
+    foreign_gateways: int = Field(
+        default=16, ge=0, description="Gateways of requests that one worker process uses at one time."
+    )
 
     environments: Annotated[dict[str, str], NoDecode] = Field(
         default_factory=dict,
@@ -98,11 +107,26 @@ class WorkerSettings(BaseSettings):
         ge=0,
         description="Attempts that gateway, tunnel or sandbox failed before the agent ran, and that are not charged.",
     )
+    idle_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds without a model call that end an agent, for requests that set no deadlines.idle.",
+    )
+    rollout_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that an attempt may take in all, for requests that set no deadlines.rollout.",
+    )
     drain_timeout: float = Field(
         default=300.0, ge=0, description="Seconds that rollouts have to end at a SIGTERM, before they are handed over."
     )
-    metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Port on 127.0.0.1 that serves /metrics for Prometheus; 0 for none."
+    admin_host: str = Field(default="127.0.0.1", description="Address of the admin port.")
+    admin_port: int = Field(
+        default=0, ge=0, le=65535, description="Port that serves /livez, /readyz and /metrics; 0 for none."
+    )
+    admin_token: SecretStr | None = Field(
+        default=None,
+        description="What /metrics wants there as a bearer token; needed on other addresses than loopback.",
     )
     lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")
     loop_hang_limit: float = Field(
@@ -126,7 +150,12 @@ class WorkerSettings(BaseSettings):
             parsed[name or attribute] = target
         return parsed
 
-    @field_validator("secret_env", mode="before")
+    @field_validator("secret_env", "gateway_allow", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value
+
+    @field_validator("gateway_allow")
+    @classmethod
+    def _host_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(host_pattern, value))

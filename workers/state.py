@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
@@ -21,6 +20,7 @@ from producer.contract import (
     StopCondition,
     Timing,
 )
+from workers import redaction
 from workers.sandboxes.base import Sandbox
 
 #: What a result takes over as it is.
@@ -31,21 +31,8 @@ _COPIED = (
 )
 
 
-#: A shorter value would be found all over the place, and is no secret.
-_SHORTEST_SECRET = 4
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float) and math.isfinite(value)
-
-
-def _forms(secret: str) -> list[str]:
-    """Return how a secret may be written: as it is, in JSON, and as Python shows it; the longest first."""
-    return sorted(
-        {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]},
-        key=len,
-        reverse=True,
-    )
 
 
 def gateway_id(rollout_id: str, attempt: int) -> str:
@@ -95,6 +82,8 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: ErrorInfo | None = None
+    #: Whether its outcome is known, so that all that is left to do is the clean-up.
+    is_over: bool = False
     #: Whether the clean-up failed, so that a sandbox or a registration may be left over.
     leftovers: bool = False
     #: What the attempts before this one left in the record.
@@ -105,7 +94,7 @@ class Rollout:
     last_phase: Phase = Phase.REGISTER
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
-    on_phase: Callable[[Phase], None] | None = field(default=None, repr=False)
+    on_phase: Callable[[Rollout, Phase], None] | None = field(default=None, repr=False)
     #: When it began, in `time.monotonic` seconds.
     began: float = field(default_factory=time.monotonic)
 
@@ -127,7 +116,7 @@ class Rollout:
         """Note that the attempt is now in ``phase``."""
         self.phase = phase
         if self.on_phase:
-            self.on_phase(phase)
+            self.on_phase(self, phase)
 
     def fail(self, error: ErrorInfo) -> None:
         """Record ``error`` unless an earlier one is recorded: the first is the cause, later ones follow from it."""
@@ -137,11 +126,7 @@ class Rollout:
     def redacted(self, text: str) -> str:
         """Return ``text`` without the values of secrets. The attempt's own key opens nothing later, but is one too."""
         text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
-        for name, value in (*self.secrets.items(), ("OPENAI_API_KEY", self.api_key)):
-            if len(value) >= _SHORTEST_SECRET:
-                for form in _forms(value):
-                    text = text.replace(form, f"[redacted {name}]")
-        return text
+        return redaction.redacted(text, {**self.secrets, "OPENAI_API_KEY": self.api_key})
 
     def _redacted_error(self, error: ErrorInfo) -> ErrorInfo:
         detail = self.redacted(error.detail) if error.detail else error.detail

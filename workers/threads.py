@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -69,6 +70,25 @@ def signal_handled(number: signal.Signals, handle: Callable[[], object]) -> Iter
         yield
     finally:
         signal.signal(number, before)
+
+
+def leave_within(seconds: float, status: int) -> None:
+    """Have the process end with ``status`` after ``seconds``, should its threads keep it until then.
+
+    The interpreter waits for the threads of executors, and one of these may be in a hook that never returns.
+    """
+
+    def leave() -> None:
+        time.sleep(seconds)
+        logger.warning("Threads that hang are left behind: %s", ", ".join(_other_threads()))
+        logging.shutdown()
+        os._exit(status)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
+
+
+def _other_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if not thread.daemon]
 
 
 def calm_garbage_collector() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workers.aio import Turnstile, deadline, first_of, off_the_clock, uninterrupted
+from workers.aio import Turnstile, deadline, first_of, off_the_clock, queued, uninterrupted
 
 
 def test_the_clocks_of_all_deadlines_stop_while_waiting_and_go_on_with_what_was_left() -> None:
@@ -44,6 +44,54 @@ def test_a_task_started_inside_stops_the_same_clock() -> None:
         async with deadline(50) as clock:
             await asyncio.create_task(queue(clock))
             assert clock.when() is not None
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_place_stops_the_clock_and_holding_it_does_not() -> None:
+    async def scenario() -> None:
+        places = asyncio.Semaphore(1)
+
+        async def holds() -> None:
+            async with deadline(50) as clock, queued(places):
+                clocks.append(clock)
+                await asyncio.Event().wait()
+
+        clocks: list[asyncio.Timeout] = []
+        holder = asyncio.create_task(holds())
+        await asyncio.sleep(0)
+        assert clocks[0].when() is not None
+        async with deadline(50) as clock:
+            waiting = asyncio.create_task(queued(places).__aenter__())
+            await asyncio.sleep(0)
+            assert clock.when() is None
+            holder.cancel()
+            await waiting
+            assert clock.when() is not None
+            assert places.locked()
+            places.release()
+
+    asyncio.run(scenario())
+
+
+def test_a_place_is_free_again_whatever_becomes_of_who_waited_for_it_or_held_it() -> None:
+    async def scenario() -> None:
+        places = asyncio.Semaphore(1)
+
+        async def fails() -> None:
+            async with queued(places):
+                waiting = asyncio.create_task(queued(places).__aenter__())
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait({waiting})
+                assert waiting.cancelled()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fails()
+        async with queued(places):
+            assert places.locked()
+        assert not places.locked()
 
     asyncio.run(scenario())
 

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
+from fleets import lean
+from prometheus_client import CollectorRegistry
 from support import RedisServer, free_port, wait_until
+from typer.testing import CliRunner
 
-from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer import Producer, RolloutRequest, RolloutResult
+from producer.cli import app
 from producer.contract import ErrorInfo, ErrorKind, Phase, StopCondition
 from producer.settings import ProducerSettings
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.local import LocalStack, StackOptions
+from workers.metrics import BreakerCollector
 from workers.state import Rollout
 
 
 class World:
     """A breaker with what it tells the pool; a pause is a twentieth of a second."""
 
-    def __init__(self, held: int = 7) -> None:
+    def __init__(self, pause: float = 0.05, held: int = 7) -> None:
         self.limits: list[int | None] = []
-        self.breaker = Breaker(failures=3, pause=0.05, longest=0.15, limit=self.limits.append, running=lambda: held)
+        self.breaker = Breaker(
+            failures=3, pause=pause, longest=3 * pause, limit=self.limits.append, running=lambda: held
+        )
 
     def attempt(self, error: ErrorInfo | None = None, *, past: Phase = Phase.SCORE, began: float | None = None) -> None:
         rollout = Rollout(RolloutRequest(model="m"), "http://g", error=error)
@@ -48,9 +55,9 @@ def failure(kind: ErrorKind = ErrorKind.GATEWAY, phase: Phase = Phase.REGISTER, 
     return ErrorInfo(kind=kind, message="no", retryable=retryable, phase=phase)
 
 
-def story(work: Callable[[World], Any]) -> World:
+def story(work: Callable[[World], Any], **options: Any) -> World:
     async def run() -> World:
-        world = World()
+        world = World(**options)
         await work(world)
         return world
 
@@ -66,10 +73,9 @@ def test_it_opens_after_failures_in_a_row_of_one_kind_and_not_before() -> None:
         world.attempt(failure(ErrorKind.SANDBOX, Phase.SANDBOX))  # it came past the gateway
         world.attempt(failure())
         world.attempt(failure())
-        assert world.breaker.report() is None
+        assert world.breaker.report()["state"] is State.CLOSED
         world.attempt(failure())
         report = world.breaker.report()
-        assert report is not None
         assert (report["state"], report["kind"], world.limits) == (State.OPEN, ErrorKind.GATEWAY, [0])
 
     story(work)
@@ -94,7 +100,7 @@ def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> 
         assert (world.breaker.state, world.breaker._pause) == (State.OPEN, 0.1)
         await world.until(State.PROBING)
         world.attempt(failure())
-        assert world.breaker._pause == 0.15, "the longest"
+        assert world.breaker._pause == pytest.approx(0.15), "the longest"
         await world.until(State.PROBING)
         world.attempt(began=0.0)
         assert world.breaker.state is State.PROBING, "one that began long ago proves nothing"
@@ -102,6 +108,52 @@ def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> 
         assert (world.breaker.state, world.limits[-1], world.breaker._pause) == (State.CLOSED, None, 0.05)
 
     story(work)
+
+
+def test_its_report_tells_of_each_system_how_it_stands_and_what_it_said_last() -> None:
+    async def work(world: World) -> None:
+        closed = {"state": "closed", "failures": 0, "opened": 0, "last_error": None, "last_error_at": None}
+        assert world.breaker.report()["systems"] == dict.fromkeys(("gateway", "tunnel", "sandbox"), closed)
+        world.attempt(failure(ErrorKind.TUNNEL, Phase.TUNNEL))
+        for words in ("first", "second", "x" * 1000):
+            world.attempt(failure().model_copy(update={"message": words}))
+        report = world.breaker.report()
+        gateway, tunnel = report["systems"]["gateway"], report["systems"]["tunnel"]
+        assert 0 <= report["seconds"] <= 0.1
+        assert (gateway["state"], gateway["failures"], gateway["opened"]) == ("open", 3, 1)
+        assert gateway["last_error"] == "x" * 300
+        assert abs(gateway["last_error_at"] - time.time()) < 60
+        assert (tunnel["state"], tunnel["failures"], tunnel["last_error"]) == ("closed", 1, "no")
+        assert report["systems"]["sandbox"] == closed
+        await world.until(State.PROBING)
+        report = world.breaker.report()
+        assert (report["state"], report["systems"]["gateway"]["state"], report["seconds"]) == ("probing", "probing", 0)
+
+    story(work)
+
+
+def test_the_metrics_tell_how_it_stands_for_each_system() -> None:
+    async def work(world: World) -> None:
+        registry = CollectorRegistry()
+        registry.register(BreakerCollector(world.breaker.report))
+        for _ in range(3):
+            world.attempt(failure())
+        value = registry.get_sample_value
+        states = {
+            (system, state): value("rollouts_breaker_state", {"system": system, "state": state})
+            for system in ("gateway", "tunnel", "sandbox")
+            for state in ("closed", "open", "probing")
+        }
+        assert {where for where, found in states.items() if found} == {
+            ("gateway", "open"),
+            ("tunnel", "closed"),
+            ("sandbox", "closed"),
+        }
+        assert value("rollouts_breaker_failures", {"system": "gateway"}) == 3
+        assert value("rollouts_breaker_opened_total", {"system": "gateway"}) == 1
+        assert 40 < (value("rollouts_breaker_probe_in_seconds") or 0) <= 75
+
+    story(work, pause=60.0)
 
 
 def test_a_probe_need_not_end_to_prove_that_sandboxes_are_created_again() -> None:
@@ -141,7 +193,7 @@ def test_a_gateway_that_is_away_for_a_while_costs_no_rollout_its_attempts(
         "ROLLOUTS_BREAKER_LONGEST_PAUSE": "1",
         "ROLLOUTS_LEASE_TTL": "2",
     }
-    options = StackOptions(concurrency=10, redis_url=own_redis.url, settings=settings, log_dir=tmp_path)
+    options = StackOptions(concurrency=10, redis_url=own_redis.url, settings=settings, log_dir=tmp_path, **lean())
     with LocalStack(options) as stack:
         gateway = next(child for child in stack._children if child.name == "gateway")
         gateway.process.send_signal(signal.SIGSTOP)
@@ -157,10 +209,10 @@ def test_a_gateway_that_is_away_for_a_while_costs_no_rollout_its_attempts(
             async with Producer(ProducerSettings(redis_url=own_redis.url)) as producer, asyncio.timeout(60):
                 batch = await producer.submit_many(wanted)
                 await asyncio.to_thread(wait_until, lambda: "trying one rollout" in log.read_text(), what="a probe")
-                name = broker.worker_key(worker_of(own_redis.client))
-                await asyncio.to_thread(
-                    wait_until, lambda: b'"kind":"gateway"' in (own_redis.client.get(name) or b""), what="the report"
-                )
+                view = await asyncio.to_thread(status_until_paused, own_redis.url)
+                assert "takes no rollouts, " in view
+                assert "its gateway failed" in view
+                assert "cannot connect to the rollout gateway" in view
                 stack._children.remove(gateway)
                 restart_gateway(stack)
                 return [result async for result in batch]
@@ -174,9 +226,16 @@ def test_a_gateway_that_is_away_for_a_while_costs_no_rollout_its_attempts(
     assert len(failed) < 60, "the breaker kept the others from trying again and again"
 
 
-def worker_of(client: redis.Redis) -> str:
-    names: Any = client.zrange(broker.WORKERS, 0, -1)
-    return str(names[0].decode())
+def status_until_paused(url: str) -> str:
+    """Return what ``rollouts status`` shows at a moment at which the breaker is not closed."""
+    shown = [""]
+
+    def is_paused() -> bool:
+        shown[0] = CliRunner().invoke(app, ["status", "--redis-url", url], env={"COLUMNS": "200"}).stdout
+        return " paused " in shown[0]
+
+    wait_until(is_paused, what="a worker that is paused")
+    return shown[0]
 
 
 def restart_gateway(stack: LocalStack) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support import free_port
 
-from workers.connections import ManyConnections
+from workers.connections import ManyConnections, PlainClient
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -166,3 +166,30 @@ def test_300_requests_at_once_are_not_limited() -> None:
         return sum(answer.status_code == 200 for answer in answers)
 
     assert against(serve, act) == 300
+
+
+def test_a_plain_client_sends_what_httpx_would_and_follows_a_redirect_but_keeps_no_cookie() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if request.url.path == "/old":
+            return httpx.Response(307, headers={"location": "/new", "set-cookie": "a=1"})
+        return httpx.Response(200, json={"path": request.url.path})
+
+    async def main(kind: type[httpx.AsyncClient]) -> list[tuple[Any, ...]]:
+        seen.clear()
+        transport = httpx.MockTransport(answer)
+        async with kind(transport=transport, headers={"x-own": "1"}, follow_redirects=True, timeout=3) as client:
+            got = await client.get("http://h/a", params={"q": "x y"}, headers={"x-own": "2"})
+            assert got.json() == {"path": "/a"}
+            assert (await client.post("http://h/old", json={"b": 1}, timeout=None)).json() == {"path": "/new"}
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.get("http://h/a")
+        return [(r.method, str(r.url), r.headers.raw, r.content, r.extensions["timeout"]) for r in seen]
+
+    theirs, ours = asyncio.run(main(httpx.AsyncClient)), asyncio.run(main(PlainClient))
+    assert ours[0] == theirs[0]
+    assert ours[1] == theirs[1]
+    assert [each[1] for each in ours] == ["http://h/a?q=x+y", "http://h/old", "http://h/old", "http://h/new"]
+    assert not any("cookie" in dict(each[2]) for each in ours[:3])

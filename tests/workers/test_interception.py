@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from fleets import lean
 
 from producer import Producer, RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind, StopCondition
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("interception")
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    options = StackOptions(gateway=False, concurrency=50, log_dir=tmp_path_factory.mktemp("logs"))
+    options = StackOptions(gateway=False, concurrency=50, log_dir=tmp_path_factory.mktemp("logs"), **lean())
     with LocalStack(options) as stack:
         yield stack
 
@@ -70,7 +71,8 @@ def systems(**fields: Any) -> WorkerSystems:
 
 def test_a_request_decides_over_the_workers_setting(tmp_path: Path) -> None:
     async def scenario() -> None:
-        settings = {"gateway_url": "http://g:1", "model_url": "http://127.0.0.1:9/v1", "sandbox_dir": tmp_path}
+        settings: dict[str, Any] = {"gateway_url": "http://g:1", "gateway_allow": ("other",)}
+        settings |= {"model_url": "http://127.0.0.1:9/v1", "sandbox_dir": tmp_path}
         async with systems(**settings) as with_gateway, systems(use_gateway=False, **settings) as without:
             url = {
                 (of, use): of.of(RolloutRequest(model="m", use_gateway=use))[0]

@@ -329,8 +329,7 @@ def test_a_message_is_acknowledged_as_soon_as_its_task_is_accepted(worker: Worke
 
 def test_a_message_is_held_until_its_task_was_admitted(worker: Worker) -> None:
     result = worker.send("claim", "claimed")
-    worker.until("claimed.claiming")
-    assert worker.lines("claimed.claiming") == ["True"]
+    wait_until(lambda: worker.lines("claimed.claiming") == ["True"])
     wait_until(lambda: worker.unacknowledged() == 1)
     assert worker.lines("claimed.started") == []
     worker.path("claimed.claim").touch()

@@ -14,10 +14,11 @@ import pytest
 from producer.contract import ErrorKind, Phase, RolloutRequest, StopCondition
 from workers.environment import Environment
 from workers.errors import GatewayError, SandboxError, TunnelError
-from workers.gateway.protocol import Registration, Trajectory
+from workers.gateway.protocol import Progress, Registration, Trajectory
 from workers.rollout import Systems, run_rollout
 from workers.sandboxes.base import CommandResult, SandboxSpec
 from workers.state import Rollout
+from workers.watchdog import IdleWatch, Limits
 
 STEP = {"prompt": [], "completion": [], "tokens": None}
 
@@ -31,6 +32,7 @@ class World:
         self.held: set[str] = set()
         self.turns = 2
         self.failures: list[dict[str, Any]] = []
+        self.progresses: list[dict[str, Any]] = [{}]
         self.exit_code = 0
         self.agent_ends = asyncio.Event()
         self.agent_ends.set()
@@ -77,6 +79,11 @@ class World:
                 "failures": self.failures,
             }
         )
+
+    async def progress(self, url: str, rollout_id: str) -> Progress:
+        await self.at("progress")
+        told = self.progresses.pop(0) if len(self.progresses) > 1 else self.progresses[0]
+        return Progress.model_validate({"rollout_id": rollout_id, "status": "active", "turns": self.turns} | told)
 
     async def cancel(self, url: str, rollout_id: str) -> None:
         await self.at("cancel")
@@ -136,6 +143,8 @@ class Sandbox:
         return CommandResult(self.world.exit_code, "out", "err")
 
     async def output(self) -> CommandResult | None:
+        if self.world.faults.get("output") == "hang":
+            await asyncio.Event().wait()
         return CommandResult(-1, "so far", "")
 
     async def execute_command(self, command: str, **_: Any) -> CommandResult:
@@ -167,8 +176,10 @@ def run(world: World, rollout: Rollout, environment: Environment | None = None) 
     return rollout
 
 
-async def go(world: World, rollout: Rollout, environment: Environment | None = None) -> None:
-    await run_rollout(rollout, environment or Scored(), Systems(world, world, world))
+async def go(
+    world: World, rollout: Rollout, environment: Environment | None = None, limits: Limits | None = None
+) -> None:
+    await run_rollout(rollout, environment or Scored(), Systems(world, world, world, limits=limits or Limits()))
 
 
 def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> None:
@@ -257,6 +268,220 @@ def test_a_phase_that_hangs_ends_at_its_deadline(point: str, phase: str, kind: E
     assert (rollout.error.kind, rollout.error.phase) == (kind, phase)
     assert "took longer than its deadline" in rollout.error.message
     assert world.held == set()
+
+
+class Unready(Scored):
+    async def setup(self, rollout: Rollout) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_set_up_that_hangs_ends_at_its_deadline() -> None:
+    world = World()
+    rollout = run(world, attempt_of(deadlines={"setup": 0.02}), Unready())
+
+    assert rollout.error is not None
+    assert (rollout.error.kind, rollout.error.phase) == (ErrorKind.ENVIRONMENT, Phase.SETUP)
+    assert (rollout.error.type, rollout.error.retryable) == ("EnvironmentHookError", False)
+    assert world.held == set()
+
+
+def test_an_agent_that_is_not_started_in_time_is_an_agent_error_that_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.rollout._START_TIMEOUT", 0.02)
+    world = World(start_job="hang")
+    error = run(world, attempt_of()).error
+
+    assert error is not None
+    assert (error.kind, error.type, error.phase, error.retryable) == (ErrorKind.AGENT, "AgentError", Phase.AGENT, True)
+    assert world.held == set()
+
+
+def test_output_that_cannot_be_read_costs_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.rollout._OUTPUT_TIMEOUT", 0.02)
+    world = World(output="hang")
+    world.agent_ends.clear()
+    result = run(world, attempt_of(deadlines={"agent": 0.02})).result()
+
+    assert result.stop_condition is StopCondition.AGENT_TIMEOUT
+    assert "could not be read" in result.warnings[0]
+
+
+# -- the hard limit ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("point", "phase"),
+    [
+        ("register", Phase.REGISTER),
+        ("tunnel", Phase.TUNNEL),
+        ("create", Phase.SANDBOX),
+        ("start_job", Phase.AGENT),
+        ("wait", Phase.AGENT),
+        ("fetch", Phase.TRAJECTORY),
+        ("confirm", Phase.TRAJECTORY),
+        ("execute", Phase.SCORE),
+    ],
+)
+def test_an_attempt_ends_at_its_hard_limit_wherever_it_is(
+    point: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.attempt._SALVAGE_TIMEOUT", 0.02)
+    world = World(**{point: "hang"})
+    result = run(world, attempt_of(deadlines={"rollout": 0.3})).result()
+
+    assert result.stop_condition is StopCondition.HAS_ERROR
+    assert result.error is not None
+    assert (result.error.kind, result.error.type) == (ErrorKind.LIMIT, "RolloutLimitError")
+    assert (result.error.phase, result.error.retryable) == (phase, False)
+    assert "its hard limit of 0.3 s" in result.error.message
+    assert world.held == set()
+    if point not in {"register", "fetch"}:
+        assert len(result.trajectory) == 2
+    if point != "register":
+        assert "cancel" in world.calls, "its agent must not go on spending the model"
+
+
+def test_a_clean_up_after_the_hard_limit_has_a_bound_of_its_own() -> None:
+    world = World(wait="hang", delete="hang")
+    error = run(world, attempt_of(deadlines={"rollout": 0.3, "cleanup": 0.02})).error
+
+    assert error is not None
+    assert error.type == "RolloutLimitError"
+    assert world.calls[-2:] == ["untunnel", "unregister"]
+
+
+def test_the_workers_hard_limit_is_for_requests_that_set_none() -> None:
+    for deadlines, type_ in (({}, "RolloutLimitError"), ({"rollout": 60, "agent": 0.1}, None)):
+        world = World()
+        world.agent_ends.clear()
+        rollout = attempt_of(deadlines=deadlines)
+        asyncio.run(go(world, rollout, limits=Limits(rollout=0.05)))
+        assert (rollout.error.type if rollout.error else None) == type_
+
+
+def test_a_cancellation_is_not_taken_for_the_hard_limit() -> None:
+    async def scenario() -> World:
+        world = World(wait="hang")
+        task = asyncio.create_task(go(world, attempt_of(deadlines={"rollout": 60})))
+        await world.reached.setdefault("wait", asyncio.Event()).wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return world
+
+    assert asyncio.run(scenario()).held == set()
+
+
+def test_a_sandbox_lives_as_long_as_its_attempt_may_take_and_no_longer() -> None:
+    ttls = []
+    for deadlines in ({}, {"rollout": 100}, {"rollout": 7 * 24 * 3600}):
+        world = World()
+        run(world, attempt_of(deadlines=deadlines))
+        assert world.spec is not None
+        ttls.append(world.spec.ttl)
+    phases = 30 + 60 + 900 + 600 + 3600 + 60 + 600 + 60
+    assert ttls == [phases + 180, 100 + 60 + 180, phases + 180]
+
+
+# -- an agent that makes no model call ---------------------------------------------------------------------------------
+
+
+def idle_attempt(limit: float = 0.02, agent: float = 30.0) -> Rollout:
+    return attempt_of(deadlines={"idle": limit, "agent": agent})
+
+
+def test_an_agent_that_makes_no_model_call_is_ended_with_its_turns_and_its_output() -> None:
+    world = World()
+    world.agent_ends.clear()
+    world.progresses = [{"idle_seconds": 9.0, "failed_calls": 3}]
+    result = run(world, idle_attempt()).result()
+
+    assert result.stop_condition is StopCondition.HAS_ERROR
+    assert result.error is not None
+    assert (result.error.kind, result.error.type) == (ErrorKind.AGENT, "AgentStalledError")
+    assert (result.error.phase, result.error.retryable) == (Phase.AGENT, False)
+    assert "after 2 turns and 3 failed calls; its limit is 0.02 s" in result.error.message
+    assert (result.agent_stdout, result.agent_exit_code, len(result.trajectory)) == ("so far", None, 2)
+    assert (result.agent_timed_out, result.agent_completed, result.reward) == (False, False, None)
+    assert world.calls.count("progress") == 1, "not before it could have been idle for so long"
+    assert world.held == set()
+
+
+def test_the_workers_idle_limit_is_for_requests_that_set_none() -> None:
+    world = World()
+    world.agent_ends.clear()
+    rollout = attempt_of()
+    asyncio.run(go(world, rollout, limits=Limits(idle=0.02)))
+    assert rollout.error is not None
+    assert rollout.error.type == "AgentStalledError"
+
+
+def test_without_an_idle_limit_the_gateway_is_not_asked() -> None:
+    world = World()
+    world.agent_ends.clear()
+    assert run(world, attempt_of(deadlines={"agent": 0.1})).agent_timed_out
+    assert "progress" not in world.calls
+
+
+def test_a_call_in_flight_is_not_idleness() -> None:
+    world = World()
+    world.agent_ends.clear()
+    world.progresses = [{"in_flight": True, "idle_seconds": 9.0}] * 3 + [{"idle_seconds": 9.0}]
+    rollout = run(world, idle_attempt())
+    assert rollout.error is not None
+    assert rollout.error.type == "AgentStalledError"
+    assert world.calls.count("progress") == 4
+
+
+@pytest.mark.parametrize("fault", [GatewayError("away"), "hang"], ids=["refused", "no answer"])
+def test_a_question_that_is_not_answered_is_no_verdict(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.watchdog.QUESTION_TIMEOUT", 0.01)
+
+    async def scenario() -> World:
+        world = World(progress=fault)
+        world.agent_ends.clear()
+        task = asyncio.create_task(go(world, rollout))
+        async with asyncio.timeout(20):
+            while world.calls.count("progress") < 3:
+                await asyncio.sleep(0.005)
+        world.agent_ends.set()
+        await task
+        return world
+
+    rollout = idle_attempt()
+    asyncio.run(scenario())
+    assert rollout.stop_condition() is StopCondition.COMPLETED
+
+
+def test_an_agent_that_was_kept_from_calling_by_its_tunnel_is_a_tunnel_error() -> None:
+    world = World(confirm=TunnelError("did not serve for a time"))
+    world.agent_ends.clear()
+    error = run(world, idle_attempt()).error
+    assert error is not None
+    assert (error.kind, error.type, error.retryable) == (ErrorKind.TUNNEL, "TunnelError", True)
+
+
+def test_an_idle_watch_asks_when_the_limit_could_be_reached_at_the_earliest() -> None:
+    def told(**fields: Any) -> Progress:
+        return Progress.model_validate({"rollout_id": "r", "status": "active", "turns": 1} | fields)
+
+    watch = IdleWatch(100.0, started=1000.0)
+    assert watch.left(1000.0) == 100
+    watch.take(told(idle_seconds=30.0), 1100.0)
+    assert (watch.heard, watch.left(1100.0)) == (1070.0, 70.0)
+    watch.take(told(in_flight=True, idle_seconds=100.0), 1170.0)
+    assert watch.left(1170.0) == 100
+    watch.take(told(idle_seconds=300.0), 1270.0)
+    assert watch.left(1270.0) == 0, "a call that was in flight a moment ago counts"
+
+    untold = IdleWatch(100.0, started=1000.0)
+    untold.take(told(turns=0), 1100.0)
+    assert untold.left(1100.0) == 0, "no call since the start"
+    untold.take(told(turns=5), 1100.0)
+    assert untold.left(1100.0) == 100, "at some time since the last answer"
+    untold.take(told(turns=5), 1200.0)
+    assert untold.left(1200.0) == 0
 
 
 def test_an_agent_that_never_ends_is_an_outcome_with_its_turns_and_its_score() -> None:

@@ -17,7 +17,7 @@ from support import RedisServer
 from producer import broker
 from workers import throttle as module
 from workers.aio import deadline
-from workers.throttle import Throttle
+from workers.throttle import Grant, Throttle
 
 KEY = broker.throttle_key("test")
 #: Slack for a clock that ticks in two processes.
@@ -114,6 +114,117 @@ def test_a_cancelled_caller_does_not_hold_up_the_others(redis_url: str) -> None:
         assert await seconds(waiting[2]) < 1.0
 
     with_workers(redis_url, 1, per_minute=10 * 60, burst=1)(body)
+
+
+class Questions:
+    """Counts what a throttle asks, and may hold its answers back."""
+
+    def __init__(self, throttle: Throttle, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+        ask = throttle._ask
+
+        async def counted(verb: str, tokens: int, argument: str | int) -> Grant:
+            self.asked.append((verb, tokens))
+            grant = await ask(verb, tokens, argument)
+            await self.answers.wait()
+            return grant
+
+        monkeypatch.setattr(throttle, "_ask", counted)
+
+
+async def until(predicate: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not predicate():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["redis", "alone"])
+def test_all_who_wait_share_a_question_and_come_in_their_order(
+    redis_url: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(throttle: Throttle) -> None:
+        questions, order = Questions(throttle, monkeypatch), list[int]()
+
+        async def caller(number: int) -> None:
+            await throttle.take()
+            order.append(number)
+
+        await asyncio.gather(*map(caller, range(100)))
+        assert order == list(range(100))
+        assert questions.asked[0] == ("take", 100)
+        # 50 at once; then those that have become free while the one before was waited for.
+        assert len(questions.asked) <= 52
+        assert {verb for verb, _ in questions.asked} == {"take"}
+
+    with_workers(redis_url if shared else None, 1, per_minute=500 * 60, burst=50)(body)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["redis", "alone"])
+@pytest.mark.parametrize("seen", [True, False], ids=["granted", "on its way"])
+def test_tokens_of_callers_that_are_cancelled_are_not_lost(
+    redis_url: str, shared: bool, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(throttle: Throttle) -> None:
+        questions = Questions(throttle, monkeypatch)
+        questions.answers.clear()
+        waiting = [asyncio.create_task(throttle.take()) for _ in range(20)]
+        await until(lambda: questions.asked == [("take", 20)])
+        if seen:
+            questions.answers.set()
+            turns = list(throttle._queue)
+            await until(lambda: all(turn.done() for turn in turns) or all(task.done() for task in waiting))
+        for task in waiting:
+            task.cancel()
+        questions.answers.set()
+        await asyncio.wait(waiting)
+        await throttle.aclose()
+        if any(task.cancelled() for task in waiting):
+            used = sum(not task.cancelled() for task in waiting)
+            assert sum(n for verb, n in questions.asked if verb == "give") == 20 - used
+            assert await seconds(*(throttle.take() for _ in range(20 - used))) < 1.0
+
+    with_workers(redis_url if shared else None, 1, per_minute=60, burst=20)(body)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["redis", "alone"])
+def test_a_reserved_moment_goes_to_the_next_caller_or_back(
+    redis_url: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(throttle: Throttle) -> None:
+        questions = Questions(throttle, monkeypatch)
+        await throttle.take()
+        began = time.monotonic()
+        for _ in range(5):
+            waiting = asyncio.create_task(throttle.take())
+            await until(lambda: throttle._waiting and questions.asked[-1][0] == "take")
+            waiting.cancel()
+            await asyncio.wait({waiting})
+        await throttle.take()  # not five moments later
+        assert 0.3 - SLACK <= time.monotonic() - began < 0.9
+        await throttle.aclose()
+
+    with_workers(redis_url if shared else None, 1, per_minute=200, burst=1)(body)
+
+
+def test_what_is_given_back_does_not_open_a_pause(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(one: Throttle, other: Throttle) -> None:
+        questions = Questions(one, monkeypatch)
+        questions.answers.clear()
+        waiting = [asyncio.create_task(one.take()) for _ in range(10)]
+        await until(lambda: questions.asked)
+        began = time.monotonic()
+        await other.pause(0.4)
+        for task in waiting:
+            task.cancel()
+        questions.answers.set()
+        await asyncio.wait(waiting)
+        await one.aclose()
+        await asyncio.gather(one.take(), other.take())
+        assert time.monotonic() - began >= 0.4 - SLACK
+
+    with_workers(redis_url, 2, per_minute=60_000, burst=10)(body)
 
 
 def test_waiting_for_a_token_stops_the_deadlines(redis_url: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from workers.errors import RolloutError
+
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
@@ -106,7 +108,7 @@ class Poller(Generic[K, V]):
             return await asyncio.shield(watch.future)
         except Exception as error:  # noqa: BLE001 - raised again
             # A copy: what one look found may be the end of a hundred waits, and each adds its own to it.
-            raise copy.copy(error) from error.__cause__
+            raise (error.again() if isinstance(error, RolloutError) else copy.copy(error)) from error.__cause__
         finally:
             watch.waiters -= 1
             if not watch.waiters and not watch.future.done():

@@ -1,8 +1,8 @@
 """Sandboxes on the Prime platform, through its own SDK.
 
 What a rollout costs there: one request each to create, to see it run (shared by those that are created together), to
-reach it, to start the agent, for each of its two streams of output, and to delete; and the looks at whether the agent
-has ended, which all running agents of a worker share.
+reach it, to start the agent, for what it has printed, and to delete; and the looks at whether the agent has ended,
+which all running agents of a worker share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from workers.sandboxes.base import BackgroundJob, CommandResult, FoundSandbox, S
 from workers.sandboxes.polls import Poller
 from workers.sandboxes.prime_client import JobKey, Platform
 from workers.sandboxes.prime_lifecycle import Lifecycle
-from workers.sandboxes.prime_output import keep_ends, read_output
+from workers.sandboxes.prime_output import Record, keep_ends, new_record, read_output
 from workers.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ class _OnLoop:
         self.redis = _redis(options.redis_url) if options.redis_url else None
         self.platform = Platform(self.folder)
         creates, longest = options.concurrent_creates, options.poll_interval
-        throttle = Throttle(
+        self.throttle = Throttle(
             self.redis, broker.throttle_key(options.bucket), per_minute=options.creates_per_minute, burst=creates
         )
-        self.lifecycle = Lifecycle(self.platform, throttle, concurrent=creates, poll_interval=longest)
+        self.lifecycle = Lifecycle(self.platform, self.throttle, concurrent=creates, poll_interval=longest)
         self.polls: Poller[JobKey, int] = Poller(self.platform.jobs, longest=longest)
         self.open: set[PrimeSandbox] = set()
         self.deletions: set[asyncio.Task[None]] = set()
@@ -167,6 +167,7 @@ class _OnLoop:
             await self._delete_all()
             await self.polls.aclose(SandboxError("the provider of Prime sandboxes is closed"))
             async with asyncio.timeout(CLOSE_LIMIT):
+                await self.throttle.aclose()
                 await self.platform.aclose()
                 if self.redis:
                     await self.redis.aclose()
@@ -212,12 +213,13 @@ class PrimeSandbox(Sandbox):
         """
         self.check()
         _check_command(command, env or {})
-        line = f"exec /bin/bash -c {shlex.quote(command)}"
+        line = f"/bin/bash -c {shlex.quote(command)}"
         # The SDK puts it into a shell line of its own, once more quoted.
         if env or _size(shlex.quote(line)) > LONGEST_COMMAND:
-            line = f"exec /bin/bash {await self._script(command, env or {})}"
-        job = await self._platform.launch(self._id, line, working_dir)
-        return PrimeJob(self, self._here, job.job_id)
+            line = f"/bin/bash {await self._script(command, env or {})}"
+        record = new_record(self._here.output_limit)
+        job = await self._platform.launch(self._id, record.of(line), working_dir)
+        return PrimeJob(self, self._here, job.job_id, record)
 
     async def execute_command(
         self,
@@ -324,8 +326,9 @@ class PrimeSandbox(Sandbox):
 class PrimeJob(BackgroundJob):
     """A command in the background of a sandbox."""
 
-    def __init__(self, sandbox: PrimeSandbox, here: _OnLoop, job_id: str) -> None:
+    def __init__(self, sandbox: PrimeSandbox, here: _OnLoop, job_id: str, record: Record) -> None:
         self._key: JobKey = (sandbox.id, job_id)
+        self._record = record
         self._sandbox = sandbox
         self._here = here
         self._exit_code: int | None = None
@@ -342,7 +345,7 @@ class PrimeJob(BackgroundJob):
         """Return how the command ended, with what it printed."""
         if self._result is None:
             code = await self.ended()
-            self._result = await read_output(self._here.platform, self._key, code, self._here.output_limit)
+            self._result = await self._read(code, self._record)
         return self._result
 
     async def output(self) -> CommandResult | None:
@@ -350,7 +353,10 @@ class PrimeJob(BackgroundJob):
         if self._result is not None:
             return self._result
         self._sandbox.check()
-        return await read_output(self._here.platform, self._key, -1, self._here.output_limit)
+        return await self._read(-1, None)
+
+    async def _read(self, exit_code: int, record: Record | None) -> CommandResult:
+        return await read_output(self._here.platform, self._key, exit_code, self._here.output_limit, record)
 
 
 def _redis(url: str) -> Redis:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,8 @@ import httpx
 from prime_sandboxes import AsyncSandboxClient, BackgroundJob, CommandResponse, CreateSandboxRequest, ReadFileResponse
 from prime_sandboxes.sandbox import AsyncSandboxAuthCache
 
-from workers.aio import Turnstile, off_the_clock
+from workers.aio import Turnstile, queued
+from workers.connections import PlainClient
 from workers.errors import SandboxError
 from workers.prime import many_connections
 from workers.sandboxes.base import FoundSandbox, SandboxSpec
@@ -27,6 +27,7 @@ from workers.sandboxes.polls import Answer, Ended, Failed, Unclear
 from workers.sandboxes.prime_errors import (
     ENDED_STATES,
     RateLimitError,
+    UnansweredError,
     died,
     http_status,
     platform_call,
@@ -53,8 +54,8 @@ RATE_LIMIT_DELAY = 10.0
 PAGE = 100
 #: Files that are moved at one time.
 TRANSFERS = 32
-#: Outputs that are read at one time: a sandbox without windows sends up to 10 MB for the 64 KB that are kept.
-READS = 8
+#: Files that are read at one time: small ones, and those of which a sandbox without windows sends up to 10 MiB.
+READS, WHOLE_READS = 16, 2
 #: Calls that begin in one turn of the event loop: the SDK takes half a millisecond for each.
 PER_TURN = 4
 
@@ -74,7 +75,7 @@ class Platform:
         self._rate_limit_delay = rate_limit_delay
         self._specs: dict[str, SandboxSpec] = {}
         self._transfers = asyncio.Semaphore(TRANSFERS)
-        self._reads = asyncio.Semaphore(READS)
+        self._reads, self._whole_reads = asyncio.Semaphore(READS), asyncio.Semaphore(WHOLE_READS)
         self._turnstile = Turnstile(PER_TURN)
         self._sdk = AsyncSandboxClient(max_connections=2 * TRANSFERS, max_keepalive_connections=TRANSFERS)
         if not (hasattr(self._sdk, "_auth_cache") and hasattr(self._sdk, "_gateway_client")):
@@ -83,9 +84,9 @@ class Platform:
         self._sdk._auth_cache = self._tokens
         api = self._sdk.client
         if transport := many_connections(api.base_url):
-            self._sdk._gateway_client = httpx.AsyncClient(timeout=None, transport=transport)  # noqa: S113 - each call has one
+            self._sdk._gateway_client = PlainClient(timeout=None, transport=transport)
             own = api.client
-            api.client = httpx.AsyncClient(
+            api.client = PlainClient(
                 headers=own.headers, follow_redirects=own.follow_redirects, timeout=own.timeout, transport=transport
             )
         for client in (api.client, self._sdk._get_gateway_client()):
@@ -285,9 +286,11 @@ class Platform:
                 lambda: self._sdk.download_file(sandbox_id, path, str(target), timeout=int(TRANSFER_LIMIT)),
             )
 
-    async def read(self, sandbox_id: str, path: str, *, offset: int, length: int) -> ReadFileResponse:
-        """Return a window of a text file, or, from a sandbox that has no windows, all of it."""
-        async with queued(self._reads):
+    async def read(
+        self, sandbox_id: str, path: str, *, offset: int, length: int, whole: bool = False
+    ) -> ReadFileResponse:
+        """Return a window of a text file, or, from a sandbox that has no windows, all of it, which may be ``whole``."""
+        async with queued(self._whole_reads if whole else self._reads):
             return await self._call(
                 f"could not read {path!r}",
                 STATUS_LIMIT,
@@ -299,19 +302,26 @@ class Platform:
 
     async def _call(self, what: str, limit: float, sandbox_id: str, call: Callable[[], Awaitable[T]]) -> T:
         """Do ``call``, again after each 429 as far as ``limit`` goes: those are refused before anything is done."""
-        end = asyncio.get_running_loop().time() + limit
+        loop = asyncio.get_running_loop()
+        end, limited = loop.time() + limit, None
         while True:
             await self._turnstile()
-            left = end - asyncio.get_running_loop().time()
-            if left <= 0:
-                raise SandboxError(f"{what}: the platform wants us to wait", detail=f"for {limit:g} s in all")
+            left = end - loop.time()
+            if limited and left <= 0:
+                raise _told_to_wait(what, limited) from limited
             try:
                 async with platform_call(what, left, sandbox_id=sandbox_id, spec=self._specs.get(sandbox_id)):
                     return await call()
             except RateLimitError as error:
-                if error.retry_after > end - asyncio.get_running_loop().time():
-                    raise SandboxError(f"{what}: the platform wants us to wait", detail=str(error)) from error
-                await asyncio.sleep(error.retry_after)
+                limited = error
+            except UnansweredError as error:
+                if limited is None:
+                    raise
+                # What was left of the time after the last 429 may be too short for any answer.
+                raise _told_to_wait(what, limited) from error
+            if limited.retry_after > end - loop.time():
+                raise _told_to_wait(what, limited) from limited
+            await asyncio.sleep(limited.retry_after)
 
     async def _batch(self, endpoint: str, body: dict[str, Any]) -> Mapping[str, list[Mapping[str, Any]]] | None:
         """Ask for a batch; None from a platform that has no such endpoint."""
@@ -329,20 +339,6 @@ class Platform:
         if response.status_code == 429:
             await response.aread()
             raise RateLimitError(retry_after(response, self._rate_limit_delay), response.text)
-
-
-@asynccontextmanager
-async def queued(places: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Hold one of ``places``; waiting for it, which is a queue of our own, stops the deadlines."""
-    if places.locked():
-        async with off_the_clock():
-            await places.acquire()
-    else:
-        await places.acquire()
-    try:
-        yield
-    finally:
-        places.release()
 
 
 class _TokensInMemory(AsyncSandboxAuthCache):
@@ -376,6 +372,10 @@ def _job(key: JobKey) -> BackgroundJob:
 def output_paths(job_id: str) -> tuple[str, str]:
     """Return where the SDK keeps what a job prints, in the sandbox."""
     return f"/tmp/job_{job_id}.stdout.log", f"/tmp/job_{job_id}.stderr.log"  # noqa: S108
+
+
+def _told_to_wait(what: str, limited: RateLimitError) -> SandboxError:
+    return SandboxError(f"{what}: the platform wants us to wait", detail=str(limited))
 
 
 def _exception(error: BaseException) -> Exception:

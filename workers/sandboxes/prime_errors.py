@@ -39,6 +39,8 @@ ENDED_STATES = frozenset({"ERROR", "TERMINATED", "TERMINATING", "TIMEOUT"})
 _PASSING = {408, 409, 425, 429}
 _STATUS = re.compile(r"\bHTTP (\d{3})\b")
 _NO_KEY = "No API key configured"
+#: How a 401 for a command reads.
+_TOKEN_REFUSED = "Connect RPC failed (unauthenticated)"  # noqa: S105 - no password
 #: Shorter values are too common to be looked for in the platform's words.
 _SHORTEST_SECRET = 4
 
@@ -50,9 +52,9 @@ class RateLimitError(SandboxError):
         super().__init__("the platform wants fewer requests (HTTP 429)", detail=detail, retryable=True)
         self.retry_after = retry_after
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Copy by what the constructor takes: each of those who wait for one look gets a copy of its error."""
-        return type(self), (self.retry_after, self.detail or ""), self.__dict__
+
+class UnansweredError(SandboxError):
+    """The platform did not answer in time: what was asked for may be done or not."""
 
 
 @asynccontextmanager
@@ -86,7 +88,7 @@ async def platform_call(
         if limited := _rate_limit_behind(error):
             raise limited from error
         if clock.expired():
-            raise SandboxError(f"{what}: the platform did not answer within {limit:.3g} s") from error
+            raise UnansweredError(f"{what}: the platform did not answer within {limit:.3g} s") from error
         raise sandbox_error(what, error, sandbox_id=sandbox_id, spec=spec) from error
     if task.cancelling() > cancels:
         raise asyncio.CancelledError
@@ -115,7 +117,11 @@ def sandbox_error(
         return SandboxError(f"{what}: no such file", detail=_words(error, spec), retryable=False)
     status = http_status(error)
     detail = _words(error, spec)
-    if status == 401:
+    of_account = status == 402 or _key_was_refused(error)
+    if status == 401 and not of_account:
+        # From the sandbox's own gateway, which takes no API key. Another sandbox has another token.
+        message, retryable = f"the gateway refused the token of sandbox {sandbox_id}", True
+    elif status == 401:
         message, retryable = "the platform refused the API key: check PRIME_API_KEY", False
     elif status == 402:
         message, retryable = "the platform wants payment: check the account's billing", False
@@ -126,7 +132,7 @@ def sandbox_error(
     else:
         message, retryable = f"the platform failed (HTTP {status})" if status else _first_line(detail), True
     refusal = SandboxError(f"{what}: {message}", detail=detail, retryable=retryable)
-    refusal.account = status in {401, 402}
+    refusal.account = of_account
     return refusal
 
 
@@ -153,7 +159,7 @@ def died(
 
 def http_status(error: BaseException | None) -> int | None:
     """Return the HTTP status behind an error of the SDK, which has it in its class or in its text only."""
-    if isinstance(error, UnauthorizedError) or (isinstance(error, APIError) and str(error).startswith(_NO_KEY)):
+    if _key_was_refused(error) or (isinstance(error, APIError) and _TOKEN_REFUSED in str(error)):
         return 401
     if isinstance(error, PaymentRequiredError):
         return 402
@@ -161,6 +167,11 @@ def http_status(error: BaseException | None) -> int | None:
         return 429
     found = _STATUS.search(str(error)) if isinstance(error, APIError) else None
     return int(found[1]) if found else None
+
+
+def _key_was_refused(error: BaseException | None) -> bool:
+    """Whether the platform itself turned the account away, or the SDK found no account."""
+    return isinstance(error, UnauthorizedError) or (isinstance(error, APIError) and str(error).startswith(_NO_KEY))
 
 
 def was_refused(error: SandboxError) -> bool:

@@ -19,11 +19,11 @@ from prime_sandboxes import AdvancedConfigs, CreateSandboxRequest, StartCommand
 from pydantic import ValidationError
 
 from producer.contract import Phase
-from workers.aio import uninterrupted
+from workers.aio import queued, uninterrupted
 from workers.errors import SandboxError
 from workers.sandboxes.base import SandboxSpec
 from workers.sandboxes.polls import Poller
-from workers.sandboxes.prime_client import Platform, queued
+from workers.sandboxes.prime_client import Platform
 from workers.sandboxes.prime_errors import RateLimitError, validation_words, was_refused
 from workers.throttle import Throttle
 

@@ -157,7 +157,7 @@ class Limits:
     #: To end a process that ignores SIGTERM takes 5 s, to delete a registration at most as long.
     stop_timeout: float = 15.0
     sweep_timeout: float = 10.0
-    #: All of that, at the end of the worker.
-    close_timeout: float = 20.0
+    #: All of that, at the end of the worker: with the backend's own end, less than `workers.systems.CLOSE_LIMIT`.
+    close_timeout: float = 10.0
     #: For how long a tunnel that no rollout uses is kept.
     idle_timeout: float = 900.0

@@ -89,7 +89,7 @@ class Generation:
         """Wait for the end, then raise the `TunnelError` that says why."""
         await self._ended.wait()
         assert self.error is not None  # noqa: S101
-        raise again(self.error)
+        raise self.error.again()
 
     def end(self, error: TunnelError) -> None:
         """Break every hold on this tunnel, now and for ever, and stop watching it. The first reason stays."""
@@ -114,7 +114,7 @@ class Generation:
         if not any(began <= until and noticed > since for began, noticed in outages):
             return
         if self.error is not None:
-            raise again(self.error)
+            raise self.error.again()
         raise TunnelError(
             f"tunnel {self.process.tunnel_id} (generation {self.number}) did not serve for a time after the last model "
             "call that was recorded: the agent may have ended for that",
@@ -268,10 +268,3 @@ def jittered(limits: Limits, failures: int) -> float:
     """Return the delay in seconds after that many failures: doubling, bounded, half of it random."""
     full = min(limits.backoff_max, limits.backoff * 2.0 ** min(failures - 1, 30))
     return full * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-
-
-def again(error: TunnelError) -> TunnelError:
-    """Return a copy to raise: many rollouts get the same error, and each writes its own phase into it."""
-    copy = TunnelError(error.message, retryable=error.retryable)
-    copy.detail = error.detail
-    return copy

@@ -21,7 +21,7 @@ from workers.aio import uninterrupted
 from workers.errors import TunnelError
 from workers.tunnels.backend import Limits, StartLimit, TunnelBackend, TunnelProcess
 from workers.tunnels.base import FoundTunnel, TunnelLease, TunnelProvider
-from workers.tunnels.generation import Generation, State, again
+from workers.tunnels.generation import Generation, State
 from workers.tunnels.slots import Address, PooledLease, Slot
 from workers.tunnels.start import Start, pool_closed
 
@@ -107,7 +107,7 @@ class TunnelPool(TunnelProvider):
         if slot.starting is not None:
             return slot.starting
         if refusal := slot.refusal():
-            raise again(refusal)
+            raise refusal.again()
         slot.starting = Start(
             self._backend,
             slot.host,

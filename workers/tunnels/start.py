@@ -19,7 +19,7 @@ from workers.tunnels.backend import (
     TunnelBackend,
     TunnelProcess,
 )
-from workers.tunnels.generation import again, jittered
+from workers.tunnels.generation import jittered
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Start:
         try:
             await asyncio.shield(self.task)
         except TunnelError as error:
-            raise again(error) from None
+            raise error.again() from None
         except asyncio.CancelledError:
             # Ours, or that of the start, which only the closing of the pool cancels.
             if self.task.cancelled() and not _being_cancelled():

@@ -119,6 +119,7 @@ def stack_model() -> Iterator[ScriptedModel]:
 def stack(tmp_path_factory: pytest.TempPathFactory, stack_model: ScriptedModel) -> Iterator[LocalStack]:
     options = StackOptions(
         upstream=stack_model.url,
+        beat=False,
         environments={"harbor": "workers.harbor.environment:HarborEnvironment"},
         log_dir=tmp_path_factory.mktemp("logs"),
     )

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from workers.sandboxes.prime import PrimeJob, PrimeSandboxes
 pytestmark = pytest.mark.xdist_group("sandbox-matrix")
 
 #: Platforms side by side. On the last ones a creation does not bring a token, which is asked for then.
-LANES, TOKEN_LANES = 12, 2
+LANES, TOKEN_LANES = 8, 1
 #: More than once, as often as the time goes.
 MANY = 0
 
@@ -191,7 +192,7 @@ TABLE: list[tuple[str, str, Works | Fails]] = [
     ("upload", "drop after", Works(2)),
     ("upload", "500 for ever", retryable(4, "HTTP 500")),
     ("upload", "429 for ever", retryable(MANY, "wants us to wait")),
-    ("upload", "401 for ever", final(2, "PRIME_API_KEY")),
+    ("upload", "401 for ever", retryable(2, "refused the token of sandbox")),
     ("upload", "404", retryable(1, "HTTP 404")),
     ("download", "500", Works(2)),
     ("download", "503", Works(2)),
@@ -202,8 +203,8 @@ TABLE: list[tuple[str, str, Works | Fails]] = [
     ("download", "hang", retryable(1, "exceeded its timeout")),
     ("download", "drop before", Works(2)),
     ("download", "drop after", Works(2)),
-    ("download", "500 for ever", retryable(2, "did not answer")),
-    ("download", "401 for ever", final(2, "PRIME_API_KEY")),
+    ("download", "500 for ever", retryable(MANY, "did not answer")),
+    ("download", "401 for ever", retryable(2, "refused the token of sandbox")),
     # Looks at whether the agent has ended.
     ("poll", "500", Works(2)),
     ("poll", "503", Works(2)),
@@ -223,15 +224,27 @@ TABLE: list[tuple[str, str, Works | Fails]] = [
     ("poll", "500 for ever", retryable(MANY, "HTTP 500")),
     ("poll", "429 for ever", retryable(MANY, "fewer requests")),
     ("poll", "401 for ever", final(MANY, "PRIME_API_KEY")),
-    # What it has printed: two files.
-    ("output", "500", Works(3)),
-    ("output", "503", Works(3)),
-    ("output", "429", Works(3)),
-    ("output", "401", Works(3)),
-    ("output", "delay", Works(2)),
-    ("output", "hang", Works(3)),
-    ("output", "drop before", Works(3)),
-    ("output", "drop after", Works(3)),
+    # What it has printed: its record, else a command that prints the same, else the files.
+    ("output", "500", Works(2)),
+    ("output", "503", Works(2)),
+    ("output", "429", Works(2)),
+    ("output", "401", Works(2)),
+    ("output", "404", Works(1)),
+    ("output", "delay", Works(1)),
+    ("output", "hang", Works(2)),
+    ("output", "drop before", Works(2)),
+    ("output", "drop after", Works(2)),
+    ("output", "401 for ever", Works(MANY)),
+    ("output, by a command", "500", Works(2)),
+    ("output, by a command", "401", Works(2)),
+    ("output, by a command", "delay", Works(1)),
+    ("output, by a command", "hang", Works(2)),
+    ("output, by a command", "drop after", Works(2)),
+    ("output, by a command", "500 for ever", Works(2)),
+    ("output, from files", "500", Works(4)),  # the record, the first file twice, the second one
+    ("output, from files", "401", Works(4)),
+    ("output, from files", "hang", Works(4)),
+    ("output, from files", "drop before", Works(4)),
     # Why it died: without an answer, only that it did.
     ("death", "500", retryable(2, "the host went away")),
     ("death", "503", retryable(2, "the host went away")),
@@ -252,7 +265,7 @@ TABLE: list[tuple[str, str, Works | Fails]] = [
     ("delete", "drop after", Works(2)),
     ("delete", "500 for ever", retryable(MANY, "HTTP 500")),
     ("delete", "429 for ever", retryable(MANY, "fewer requests")),
-    ("delete", "hang for ever", retryable(2, "did not answer")),
+    ("delete", "hang for ever", retryable(MANY, "did not answer")),
     ("delete", "drop before for ever", retryable(MANY, "Server disconnected")),
     ("delete", "hang after", Works(2)),
 ]
@@ -380,9 +393,14 @@ async def poll(lane: Lane) -> None:
     assert await job.ended() == 3
 
 
-async def output(lane: Lane) -> None:
+async def output(lane: Lane, *, lost: bool = False, no_commands: bool = False) -> None:
     job = await lane.ended_job("echo out; echo err >&2")
     await job.ended()
+    if lost:
+        await job._sandbox.execute_command("rm /tmp/.rollouts-*.out")
+    if no_commands:
+        lane.fault["skip"] = 1
+        lane.emulator.fault("command", status=503, times=None)
     lane.arm()
     result = await job.wait()
     if result != CommandResult(0, "out\n", "err\n"):
@@ -416,6 +434,8 @@ SITES: dict[str, Site] = {
     "download": ("download", download),
     "poll": ("job_statuses", poll),
     "output": ("read_file", output),
+    "output, by a command": ("command", partial(output, lost=True)),
+    "output, from files": ("read_file", partial(output, lost=True, no_commands=True)),
     "death": ("error_context", death),
     "delete": ("delete_sandbox", delete),
 }
@@ -438,22 +458,26 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
 
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
-    """Have calls give up after a second, and tries follow each other soon."""
+    """Have calls give up after a second or two, and tries follow each other soon.
+
+    Not sooner: what is answered must be answered in time on a busy machine too, and a second time where it is to be
+    asked twice.
+    """
     for name in ("CREATE_LIMIT", "CONTEXT_LIMIT", "DELETE_LIMIT", "COMMAND_GRACE", "LAUNCH_LIMIT"):
-        patch.setattr(prime_client, name, 0.7)
-    patch.setattr(prime_client, "STATUS_LIMIT", 1.0)  # the SDK is given these two in whole seconds
-    patch.setattr(prime_client, "TRANSFER_LIMIT", 1.95)
+        patch.setattr(prime_client, name, 1.2)
+    patch.setattr(prime_client, "STATUS_LIMIT", 2.0)  # the SDK is given these two in whole seconds
+    patch.setattr(prime_client, "TRANSFER_LIMIT", 3.95)
     patch.setattr(prime_lifecycle, "CREATE_TRIES", 2)
     patch.setattr(prime_lifecycle, "RATE_TRIES", 3)
     patch.setattr(prime_lifecycle, "LOOKS", (0.0, 0.1, 0.2))
-    patch.setattr(prime_lifecycle, "REACH_LIMIT", 2.5)
-    patch.setattr(prime_lifecycle, "DELETE_LIMIT", 1.3)
+    patch.setattr(prime_lifecycle, "REACH_LIMIT", 4.0)
+    patch.setattr(prime_lifecycle, "DELETE_LIMIT", 2.2)
     patch.setattr(prime_output, "TRIES", 2)
     patch.setattr(polls, "BACKOFF", 0.1)
     execute = prime_client.Platform.execute
 
     async def executed(self: Any, *args: Any, timeout: float, **options: Any) -> Any:
-        return await execute(self, *args, timeout=min(timeout, 1.0), **options)
+        return await execute(self, *args, timeout=min(timeout, 2.0), **options)
 
     patch.setattr(prime_client.Platform, "execute", executed)
     for name in ("PRIME_TEAM_ID", "PRIME_BASE_URL", "PRIME_CONTEXT", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -491,6 +515,9 @@ def test_a_fault(outcomes: dict[tuple[str, str], Any], site: str, fault: str, ex
     outcome = outcomes[site, fault]
     if isinstance(outcome, Exception):
         raise outcome
+    if expected == Works(MANY) and isinstance(outcome, Works):
+        assert outcome.asked > 1
+        return
     if isinstance(expected, Fails) and isinstance(outcome, Fails):
         assert expected.words in outcome.words
         assert outcome.asked > 1 or expected.asked != MANY

@@ -98,9 +98,9 @@ def test_a_creation_that_is_cancelled_while_it_queues_asks_for_nothing(prime: Pr
         async with sandboxes.create(spec()):
             before = prime.requests()["create_sandbox"]
             (here,) = sandboxes._on_loops.values()
-            queue = here.lifecycle._throttle._queue
+            throttle = here.lifecycle._throttle
             task = asyncio.create_task(sandboxes.create(spec()).__aenter__())
-            await prime.until(queue.locked, "its place in the queue")
+            await prime.until(lambda: throttle._waiting, "its place in the queue")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

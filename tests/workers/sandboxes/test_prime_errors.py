@@ -42,6 +42,8 @@ Spec = Callable[..., SandboxSpec]
         (APIError("No API key configured. Set PRIME_API_KEY environment variable."), False, "PRIME_API_KEY"),
         (PaymentRequiredError("Payment required."), False, "billing"),
         (APIError("HTTP 400: bad"), False, "HTTP 400"),
+        (APIError("Upload failed: HTTP 401 POST http://gw/x: Unauthorized"), True, "refused the token of sandbox s1"),
+        (APIError("Connect RPC failed (unauthenticated): no"), True, "refused the token of sandbox s1"),
         (APIError("HTTP 403: not yours"), False, "HTTP 403"),
         (APIError("HTTP 404: no such sandbox"), True, "sandbox s1 is gone"),
         (APIError("HTTP 408: slow"), True, "HTTP 408"),
@@ -73,6 +75,7 @@ def test_errors_of_the_sdk(spec: Spec, error: Exception, retryable: bool, words:
     assert (mapped.kind, mapped.retryable) == (ErrorKind.SANDBOX, retryable)
     assert words in mapped.message
     assert mapped.detail
+    assert mapped.account is ("PRIME_API_KEY" in mapped.message or "billing" in mapped.message)
 
 
 def test_404_where_there_is_no_sandbox_yet_is_a_refusal() -> None:

@@ -17,6 +17,7 @@ from workers.errors import SandboxError
 from workers.prime import credentials
 from workers.sandboxes.base import CommandResult, SandboxSpec
 from workers.sandboxes.prime import PrimeSandboxes, prime_sandboxes
+from workers.sandboxes.prime_client import Platform
 from workers.settings import WorkerSettings
 
 Spec = Callable[..., SandboxSpec]
@@ -97,7 +98,7 @@ def test_a_spec_that_the_sdk_does_not_take_is_refused_without_its_values(prime: 
     assert prime.requests() == {}
 
 
-def test_a_rollout_costs_seven_requests_and_its_polls(prime: Prime, spec: Spec) -> None:
+def test_a_rollout_costs_six_requests_and_its_polls(prime: Prime, spec: Spec) -> None:
     async def body(sandboxes: PrimeSandboxes) -> None:
         async with sandboxes.create(spec()) as sandbox:
             assert await (await sandbox.start_job("echo done")).wait() == CommandResult(0, "done\n", "")
@@ -109,7 +110,7 @@ def test_a_rollout_costs_seven_requests_and_its_polls(prime: Prime, spec: Spec) 
         "create_sandbox": 1,
         "sandbox_statuses": 1,
         "command": 2,  # is it reachable, and the launch
-        "read_file": 2,
+        "read_file": 1,
         "delete_sandbox": 1,
     }
 
@@ -333,11 +334,71 @@ def printed(prime: Prime, spec: Spec) -> CommandResult:
 def test_output_that_cannot_be_read_is_asked_for_again(prime: Prime, spec: Spec, fault: dict[str, Any]) -> None:
     prime.fault("read_file", **fault)
     assert printed(prime, spec) == CommandResult(4, "out\n", "err\n")
-    assert prime.requests()["read_file"] == 2 + fault.get("times", 1)
+    assert prime.requests()["read_file"] == 1 + fault.get("times", 1)
 
 
 def test_a_rollout_is_not_lost_for_its_output(prime: Prime, spec: Spec) -> None:
-    prime.fault("read_file", status=403, detail="not for you", times=None)
-    result = printed(prime, spec)
+    async def body(sandboxes: PrimeSandboxes) -> CommandResult:
+        async with sandboxes.create(spec()) as sandbox:
+            job = await sandbox.start_job("echo out; echo err >&2; exit 4")
+            await job.ended()
+            prime.fault("read_file", status=403, detail="not for you", times=None)
+            prime.fault("command", status=500, times=None)
+            return await job.wait()
+
+    result = prime.run(body)
     assert result.exit_code == 4
     assert result.stdout.startswith("[output could not be read: ")
+    assert result.stderr == result.stdout
+
+
+def test_an_agent_that_removes_everything_from_tmp_is_read_by_a_command(prime: Prime, spec: Spec) -> None:
+    async def body(sandboxes: PrimeSandboxes) -> CommandResult:
+        async with sandboxes.create(spec()) as sandbox:
+            job = await sandbox.start_job("echo out; echo err >&2; exit 4")
+            await job.ended()
+            await sandbox.execute_command("rm /tmp/.rollouts-*")
+            return await job.wait()
+
+    assert prime.run(body) == CommandResult(4, "out\n", "err\n")
+
+
+def test_a_full_disk_costs_neither_the_exit_code_nor_the_output(prime: Prime, spec: Spec) -> None:
+    """There the record is empty, or cannot be made at all."""
+
+    async def body(sandboxes: PrimeSandboxes) -> CommandResult:
+        async with sandboxes.create(spec()) as sandbox:
+            job = await sandbox.start_job("echo out; exit 4")
+            await job.ended()
+            await sandbox.execute_command("for f in /tmp/.rollouts-*.out; do : > $f; done")
+            return await job.wait()
+
+    assert prime.run(body) == CommandResult(4, "out\n", "")
+
+
+@pytest.mark.parametrize("signal", ["KILL", "SEGV"])
+def test_what_the_shell_says_of_a_killed_agent_is_not_its_output(prime: Prime, spec: Spec, signal: str) -> None:
+    async def body(sandboxes: PrimeSandboxes) -> CommandResult:
+        async with sandboxes.create(spec()) as sandbox:
+            return await (await sandbox.start_job(f"echo out; kill -{signal} $$")).wait()
+
+    assert prime.run(body) == CommandResult({"KILL": 137, "SEGV": 139}[signal], "out\n", "")
+
+
+def test_no_more_than_the_ends_of_a_long_output_is_fetched(
+    prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator, as the platform's virtual machines, sends whole files."""
+    fetched: list[int] = []
+    read = Platform.read
+
+    async def counted(self: Platform, *args: Any, **options: Any) -> Any:
+        answer = await read(self, *args, **options)
+        fetched.append(len(answer.content))
+        return answer
+
+    monkeypatch.setattr(Platform, "read", counted)
+    result = prime.run(lambda sandboxes: long_output(sandboxes, spec()), output_limit=2000)
+    assert "bytes cut" in result.stdout
+    assert len(fetched) == 1
+    assert fetched[0] < 2300

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from producer.contract import RolloutRequest
 from workers.errors import SandboxError
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxProvider, SandboxSpec
 from workers.sandboxes.local import LocalSandboxes
 from workers.sandboxes.prime import PrimeSandboxes
+from workers.state import Rollout
 
 Body = Callable[[Sandbox], Awaitable[Any]]
 Run = Callable[..., Any]
@@ -198,6 +200,39 @@ def test_output_is_cut_between_characters(run: Run) -> None:
     text = run(body, options={"output_limit": 1026})
     assert "bytes cut] ..." in text
     assert "\ufffd" not in text
+
+
+@pytest.mark.parametrize("call", ["command", "job", "running job"])
+def test_nothing_is_left_of_a_secret_through_which_the_output_was_cut(run: Run, call: str) -> None:
+    secret, limit = "hf_Zq8€w0rTyPeX-9", 1024
+    size = len(secret.encode())
+
+    async def printed(sandbox: Sandbox, command: str) -> str:
+        if call == "command":
+            return (await sandbox.execute_command(command)).stdout
+        job = await sandbox.start_job(command if call == "job" else f"{command}; echo printed >&2; sleep 60")
+        if call == "job":
+            return (await job.wait()).stdout
+        async with asyncio.timeout(20):
+            while (output := await job.output()) is None or output.stderr != "printed\n":
+                await asyncio.sleep(0.01)
+        return output.stdout
+
+    async def body(sandbox: Sandbox) -> list[str]:
+        texts = []
+        for inside in (4, 7, 8, size - 1):  # bytes of the secret that are kept at either end
+            padding = limit // 2 - inside
+            command = f"printf %{padding}s%s%3000s%s%{padding}s . {secret} . {secret} ."
+            texts.append(await printed(sandbox, command))
+        return texts
+
+    rollout = Rollout(RolloutRequest(model="m"), "http://gateway", secrets={"TOKEN": secret})
+    for text in run(body, options={"output_limit": limit}):
+        assert "bytes cut] ..." in text
+        shown = rollout.redacted(text)
+        assert secret[:4] not in shown
+        assert secret[-4:] not in shown
+        assert shown.count("[redacted TOKEN]") == 2
 
 
 def test_files_go_in_and_out(run: Run) -> None:

@@ -232,7 +232,7 @@ def names(rows: list[tuple[str, str, Works | Fails]]) -> list[str]:
 
 @pytest.fixture
 def limits(quick: Any) -> Any:
-    return quick(start_timeout=1.5, status_timeout=0.5, sweep_timeout=0.6, stop_timeout=1.5, start_attempts=2)
+    return quick(start_timeout=3.0, status_timeout=1.0, sweep_timeout=1.2, stop_timeout=3.0, start_attempts=2)
 
 
 @pytest.mark.parametrize(("site", "fault", "expected"), LIVES, ids=names(LIVES))

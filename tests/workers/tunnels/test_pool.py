@@ -643,6 +643,25 @@ def test_a_429_pauses_the_whole_fleet(service: Any, scenario: Any) -> None:
     assert (gate.paused, gate.taken) == ([0.02], 2)
 
 
+def test_a_refused_account_is_one_for_everybody_who_asks(service: Any, scenario: Any) -> None:
+    """Those who wait for the start, and those who come while it is not tried again."""
+    service.faults["start"] = [StartRefusedError("check PRIME_API_KEY", retryable=False)]
+
+    async def story(pool: TunnelPool) -> None:
+        async def refusal() -> TunnelError:
+            with pytest.raises(TunnelError) as raised:
+                await pool.lease(GATEWAY).__aenter__()
+            return raised.value
+
+        errors = [*await asyncio.gather(refusal(), refusal()), await refusal()]
+        assert len(set(map(id, errors))) == 3, "each adds its own phase"
+        for error in errors:
+            assert error.info().account
+            assert not error.retryable
+
+    scenario(service, story)
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,188 @@
+"""A whole fleet with watchdogs, and what it shows of itself: results, log lines, metrics, and ``rollouts status``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleets import lean
+from support import free_port, wait_until
+from typer.testing import CliRunner
+
+from producer import Producer, RolloutRequest, RolloutResult
+from producer.cli import app
+from producer.contract import ErrorKind, Phase, StopCondition
+from producer.settings import ProducerSettings
+from workers.environment import Environment
+from workers.local import LocalStack, StackOptions
+from workers.state import Rollout
+
+HERE = Path(__file__).parent
+LEASE_TTL = 1.0
+HANG_LIMIT = 1.5
+#: Makes a model call, and then nothing.
+CALLS_ONCE = f"""{sys.executable} -c '
+import json, os, time, urllib.request
+body = {{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]}}
+headers = {{"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+print(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).status, flush=True)
+time.sleep(600)'"""
+
+pytestmark = pytest.mark.xdist_group("fleet-view")
+
+
+class Blocking(Environment):
+    """Its hook blocks the event loop for two leases."""
+
+    async def score(self, rollout: Rollout) -> float:
+        time.sleep(2 * LEASE_TTL + 1)
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def admin_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[LocalStack]:
+    settings = {
+        "ROLLOUTS_LEASE_TTL": str(LEASE_TTL),
+        "ROLLOUTS_ADMIN_PORT": str(admin_port),
+        "ROLLOUTS_ENVIRONMENTS": "blocking=test_fleet_view:Blocking",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    options = StackOptions(concurrency=20, settings=settings, log_dir=tmp_path_factory.mktemp("logs"), **lean())
+    with LocalStack(options) as stack:
+        yield stack
+
+
+def run(stack: LocalStack, *requests: dict[str, Any]) -> list[RolloutResult]:
+    async def scenario() -> list[RolloutResult]:
+        wanted = [RolloutRequest.parse({"model": "stand-in", "run_command": "true"} | fields) for fields in requests]
+        async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(60):
+            return [result async for result in await producer.submit_many(wanted)]
+
+    return asyncio.run(scenario())
+
+
+def status(stack: LocalStack, *options: str) -> str:
+    ended = CliRunner().invoke(app, ["status", "--redis-url", stack.redis_url, *options], env={"COLUMNS": "200"})
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
+
+
+def wait_for_status(stack: LocalStack, state: str) -> str:
+    """Return what is shown when the worker reports to be in ``state``."""
+
+    def is_there() -> bool:
+        workers = json.loads(status(stack, "--json"))["workers"]
+        return [worker["state"] for worker in workers] == [state]
+
+    wait_until(is_there, what=f"a worker that is {state}")
+    return status(stack)
+
+
+def test_an_agent_that_stalls_after_its_call_keeps_its_turn_and_its_output(stack: LocalStack) -> None:
+    (result,) = run(stack, {"run_command": CALLS_ONCE, "deadlines": {"idle": 1.0}})
+
+    assert result.error is not None
+    assert (result.error.kind, result.error.type) == (ErrorKind.AGENT, "AgentStalledError")
+    assert (result.error.phase, result.error.retryable, result.attempt) == (Phase.AGENT, False, 1)
+    assert (len(result.trajectory), result.agent_stdout, result.agent_exit_code) == (1, "200\n", None)
+    assert result.durations["agent"] < 30
+
+
+def test_an_attempt_that_exceeds_its_hard_limit_is_cleaned_up_and_not_tried_again(stack: LocalStack) -> None:
+    (result,) = run(stack, {"run_command": CALLS_ONCE, "deadlines": {"rollout": 3.0}})
+
+    assert result.error is not None
+    assert (result.error.kind, result.error.type) == (ErrorKind.LIMIT, "RolloutLimitError")
+    assert (result.error.phase, result.attempt, len(result.trajectory)) == (Phase.AGENT, 1, 1)
+    assert "cleanup" in result.durations
+
+
+def test_a_gateway_that_the_worker_does_not_allow_is_an_invalid_request(stack: LocalStack) -> None:
+    inner = f"http://127.0.0.1:{stack.redis_url.rpartition(':')[2].partition('/')[0]}"
+    refused, own = run(stack, {"gateway_url": inner, "example_id": 0}, {"gateway_url": stack.gateway_url})
+    refused, own = sorted((refused, own), key=lambda result: result.completed)
+
+    assert own.stop_condition is StopCondition.COMPLETED
+    assert refused.error is not None
+    assert refused.error.kind is ErrorKind.INVALID_REQUEST
+    assert refused.error.message.startswith("gateway_url: this worker may not use")
+    assert "ROLLOUTS_GATEWAY_ALLOW" in refused.error.message
+
+
+def test_a_hook_that_blocks_the_loop_for_two_leases_costs_nobody_an_attempt_and_is_named(
+    stack: LocalStack, admin_port: int
+) -> None:
+    waiting = {"run_command": f"sleep {2 * LEASE_TTL}"}
+    results = run(stack, {"environment": "blocking", "rollout_id": "blocks"}, *[waiting] * 5)
+
+    assert [(r.stop_condition, r.attempt) for r in results] == [(StopCondition.COMPLETED, 1)] * 6
+    log = stack.logs["worker1"]
+    wait_until(lambda: "moves again" in log.read_text(), what="the end of it in the log")
+    named = r"event loop blocked for [\d.]+ s by Blocking\.score of rollout blocks:\n(.*\n)*?.*time\.sleep"
+    assert re.search(named, log.read_text())
+    metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
+    assert 'rollouts_loop_blocked_total{hook="Blocking.score"} 1.0' in metrics
+    wait_until(lambda: "blocked for" in status(stack), what="the report")
+    assert "by Blocking.score of blocks" in status(stack)
+
+
+def test_status_shows_the_fleet_in_one_view_and_as_json(stack: LocalStack, admin_port: int) -> None:
+    wait_until(lambda: json.loads(status(stack, "--json"))["workers"], what="the worker's report")
+    (worker,) = json.loads(status(stack, "--json"))["workers"]
+    assert (worker["state"], worker["concurrency"]) == ("running", 20)
+    assert worker["breaker"]["state"] == "closed"
+    assert set(worker["breaker"]["systems"]) == {"gateway", "tunnel", "sandbox"}
+    view = status(stack)
+    assert re.search(r"worker\S*@\S+\s+running\s+\d+\s+20\s+[\d.]+ ms\s+closed", view), view
+    metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
+    assert 'rollouts_breaker_state{state="closed",system="gateway"} 1.0' in metrics
+    assert 'rollouts_loop_lag_seconds{statistic="p99"}' in metrics
+
+
+class Hanging(Environment):
+    """Its hook hangs far beyond the limit, in its first attempt."""
+
+    async def score(self, rollout: Rollout) -> float:
+        if rollout.attempt == 1:
+            time.sleep(HANG_LIMIT + 5 * LEASE_TTL)
+        return 1.0
+
+
+def test_a_hook_that_hangs_beyond_the_limit_costs_each_rollout_one_attempt_and_the_worker_goes_on(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "ROLLOUTS_LEASE_TTL": str(LEASE_TTL),
+        "ROLLOUTS_LOOP_HANG_LIMIT": str(HANG_LIMIT),
+        "ROLLOUTS_ENVIRONMENTS": "hanging=test_fleet_view:Hanging",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    with LocalStack(StackOptions(concurrency=20, settings=settings, log_dir=tmp_path, **lean())) as stack:
+        log = stack.logs["worker1"]
+        with ThreadPoolExecutor(1) as other:
+            held = other.submit(run, stack, {"environment": "hanging"}, *[{"run_command": "sleep 2"}] * 4)
+            wait_until(lambda: "its leases are given up" in log.read_text(), what="the hang")
+            assert "hangs: it has given up what it ran" in wait_for_status(stack, "hung")
+            (late,) = run(stack, {"max_attempts": 1})
+            results = held.result(60)
+        assert "by Hanging.score of rollout" in log.read_text()
+
+    assert [r.stop_condition for r in results] == [StopCondition.COMPLETED] * 5
+    assert max(r.attempt for r in results) == 2
+    assert (late.stop_condition, late.attempt) == (StopCondition.COMPLETED, 1), "nothing is claimed to lapse at once"
