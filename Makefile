@@ -1,6 +1,7 @@
 # make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
 # make test   runs the test suite
-# make chaos  breaks a fleet for about ten minutes and prints one JSON line; SEED=n repeats a run
+# make chaos  breaks a fleet for about eight minutes and prints one JSON line; SEED=n repeats a run
+# make soak   watches a fleet's memory and file descriptors for half an hour; MINUTES=n for another time
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
 
 VENV   := .venv
@@ -10,7 +11,7 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Test processes: two for each core, as most tests wait for processes that they have started.
 JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 2 )))
 
-.PHONY: demo demo-llm test check bench chaos clean
+.PHONY: demo demo-llm test check bench chaos soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -25,10 +26,13 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: $(VENV)/.dev
-	for benchmark in tests/benchmarks/bench_*.py; do PYTHONPATH=tests $(BIN)/python $$benchmark || exit 1; done
+	for benchmark in $(filter-out %/bench_soak.py,$(wildcard tests/benchmarks/bench_*.py)); do PYTHONPATH=tests $(BIN)/python $$benchmark || exit 1; done
 
 chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py --rollouts 1000 --workers 3 $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+soak: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

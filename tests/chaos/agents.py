@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from producer import RolloutRequest, RolloutResult
 from producer.contract import ErrorKind, StopCondition
@@ -21,7 +19,10 @@ _DEADLINES = {"register": 30, "tunnel": 30, "sandbox": 30, "setup": 30, "traject
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of agent: how many of a hundred are of it, its command, its deadline (s), and which results are right."""
+    """A kind of agent: how many of a hundred are of it, its command, its deadline (s), and which results are right.
+
+    The agents' patience is in their environment.
+    """
 
     share: int
     command: Callable[[str, random.Random], str]
@@ -43,43 +44,36 @@ def _timed_out(result: RolloutResult) -> bool:
 
 KINDS = {
     "quick": Kind(28, lambda agent, rng: "true", _completed()),
-    "calls": Kind(26, lambda agent, rng: f"exec {agent} {rng.randint(1, 3)} 0.5", _completed(1)),
-    "long": Kind(24, lambda agent, rng: f"exec {agent} 2 {rng.uniform(2, 10):.1f}", _completed(2)),
+    "calls": Kind(26, lambda agent, rng: f"exec {agent} spread {rng.randint(1, 3)} 0.5 $PATIENCE", _completed(1)),
+    "long": Kind(24, lambda agent, rng: f"exec {agent} spread 2 {rng.uniform(2, 10):.1f} $PATIENCE", _completed(2)),
     "fails": Kind(8, lambda agent, rng: "echo it fails >&2; exit 1", _failed_by_itself),
     "endless": Kind(7, lambda agent, rng: "exec sleep 600", _timed_out, deadline=5.0),
     "stubborn": Kind(7, lambda agent, rng: f"exec {agent} stubborn {rng.uniform(0.5, 3):.1f}", _completed()),
 }
 
 
-def install(directory: Path) -> str:
-    """Copy the agent's script to where sandboxes see it; returns the command that runs it."""
-    script = directory / "agent.py"
-    shutil.copyfile(Path(__file__).with_name("agent.py"), script)
-    return f"{sys.executable} -I -S {script}"
+def requests(seed: str, agent: str, token: str, patience: float) -> Iterator[RolloutRequest]:
+    """Return requests without end, whose kinds and lengths depend on the seed only.
 
-
-def requests(count: int, seed: str, agent: str, token: str) -> list[RolloutRequest]:
-    """Return ``count`` requests whose kinds and lengths depend on the seed only."""
+    ``agent`` runs the agents' script; they try a call again for ``patience`` seconds.
+    """
     rng = random.Random(f"agents-{seed}")
     names, shares = list(KINDS), [kind.share for kind in KINDS.values()]
-    wanted = []
-    for number, name in enumerate(rng.choices(names, shares, k=count)):
+    for number in itertools.count():
+        [name] = rng.choices(names, shares)
         kind = KINDS[name]
-        wanted.append(
-            RolloutRequest.parse(
-                {
-                    "model": "stand-in",
-                    "example_id": number,
-                    "prompt": "go",
-                    "info": {"kind": name},
-                    "run_command": kind.command(agent, rng),
-                    "max_attempts": MAX_ATTEMPTS,
-                    "env": {RUN_VARIABLE: token},
-                    "deadlines": {**_DEADLINES, "agent": kind.deadline},
-                }
-            )
+        yield RolloutRequest.parse(
+            {
+                "model": "stand-in",
+                "example_id": number,
+                "prompt": "go",
+                "info": {"kind": name},
+                "run_command": kind.command(agent, rng),
+                "max_attempts": MAX_ATTEMPTS,
+                "env": {RUN_VARIABLE: token, "PATIENCE": str(patience)},
+                "deadlines": {**_DEADLINES, "agent": kind.deadline},
+            }
         )
-    return wanted
 
 
 def is_right(result: RolloutResult) -> bool:

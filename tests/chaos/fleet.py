@@ -1,33 +1,32 @@
-"""The fleet that the chaos suite breaks: each part a process of its own, started again when it has died."""
+"""The fleet that the chaos suite breaks: an embedded stack, each part of which is started again when it has died."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import orjson
 import redis
 from emulators.prime import PrimeEmulator
+from fleets import prime_settings
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from support import RedisServer, wait_until
+from support import RedisServer
 
 from chaos.proxy import Proxy
 from producer import broker
 from workers.children import HOST, free_port
-from workers.reaper import Reaper
+from workers.local import LocalStack, StackOptions
 
 ROOT = Path(__file__).parents[2]
 #: Seconds after which a worker that was told to end is killed and counted as a fault.
@@ -38,15 +37,59 @@ _TICK = 0.05
 Tell = Callable[[str], None]
 
 
+class Stack(LocalStack):
+    """An embedded stack of which every part can be started again, the servers too."""
+
+    def __init__(self, options: StackOptions) -> None:
+        super().__init__(options)
+        self._starts: dict[str, tuple[Any, ...]] = {}
+
+    def _spawn(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        is_ready: Callable[[], bool],
+        stdin: bytes | None = None,
+    ) -> None:
+        self._starts.setdefault(name, (command, variables, is_ready))
+        super()._spawn(name, command, variables, is_ready, stdin)
+
+    def process(self, name: str) -> subprocess.Popen[bytes]:
+        """Return a part's present process."""
+        return next(child.process for child in self._children if child.name == name)
+
+    def start_again(self, name: str, life: int) -> subprocess.Popen[bytes]:
+        """Replace a part that has ended; returns its new process.
+
+        The first worker comes back under its old name, as of a StatefulSet, the others as those of a Deployment do.
+        """
+        command, variables, is_ready = self._starts[name]
+        if name.startswith("worker") and name != "worker1":
+            command = [part.replace("@", f"-{life}@") for part in command]
+        self._children = [child for child in self._children if child.name != name]
+        super()._spawn(name, command, variables, is_ready)
+        return self.process(name)
+
+    def another_beat(self, name: str) -> subprocess.Popen[bytes]:
+        """Run one more beat, with a schedule of its own; returns its process."""
+        command, variables, is_ready = self._starts["beat"]
+        schedule = str(self.directory / f"{name}-schedule")
+        super()._spawn(name, [*command[:-1], schedule], variables, is_ready)
+        return self.process(name)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of an operator's command."""
+        return os.environ | self._celery_variables() | dict(self.options.settings)
+
+
 @dataclass(eq=False)
 class Part:
     """One process of the fleet; ``name`` is its log's, ``life`` counts how often it was started."""
 
     name: str
-    command: Callable[[int], list[str]]
-    variables: Mapping[str, str]
-    process: subprocess.Popen[bytes] | None = None
-    life: int = 0
+    process: subprocess.Popen[bytes]
+    life: int = 1
     #: What we did that ends it; a part that ends without is a fault.
     told: str = ""
     told_at: float = 0.0
@@ -55,7 +98,7 @@ class Part:
 
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process.poll() is None
 
 
 @dataclass
@@ -68,7 +111,7 @@ class Trouble:
 
 
 class Fleet:
-    """Redis behind a proxy, the model, the gateway, workers and beat, on one of the systems; a context manager.
+    """The embedded stack with Redis behind a proxy, on one of the systems; a context manager.
 
     ``redis`` is a client that goes past the proxy. A thread starts what died again, and does what `later` was given.
     """
@@ -82,13 +125,11 @@ class Fleet:
         self.concurrency = concurrency
         self.emulator: PrimeEmulator | None = None
         self.trouble = Trouble()
-        self.control_key = secrets.token_urlsafe(16)
         self._count = workers
         self._tell = tell
-        self._stack = ExitStack()
+        self._exits = ExitStack()
         self._lock = threading.RLock()
         self._later: list[tuple[float, Callable[[], object]]] = []
-        self._parts: list[Part] = []
         self._over = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
@@ -106,104 +147,53 @@ class Fleet:
         self.close()
 
     def _start(self) -> None:
-        for name in ("logs", "redis", "sandboxes"):
-            (self.directory / name).mkdir(parents=True)
-        self._reaper = Reaper.start([])
-        self._stack.callback(self._reaper.close)
+        (self.directory / "redis").mkdir(parents=True)
         self.server = _server(self.directory / "redis")
-        self._stack.callback(self.server.stop, signal.SIGKILL)
+        self._exits.callback(self.server.stop, signal.SIGKILL)
         self.server.start()
         self.redis: Any = self.server.client  # redis-py's annotations allow what any server may answer
         self.proxy = Proxy(self.server.port)
         self.proxy.start()
-        self._stack.callback(self.proxy.stop)
-        self.redis_url = f"redis://{HOST}:{self.proxy.port}/0"
+        self._exits.callback(self.proxy.stop)
         if self.systems == "prime":
-            self.emulator = self._stack.enter_context(PrimeEmulator(self.directory / "platform"))
-        model, gateway = free_port(), free_port()
-        self.gateway_url = f"http://{HOST}:{gateway}"
-        upstream = f"http://{HOST}:{model}/v1"
-        self._add("model", lambda _: [*_python("workers.demo.model"), "--port", str(model)], {})
-        keys = {"ROLLOUTS_GATEWAY_CONTROL_KEY": self.control_key, "ROLLOUTS_GATEWAY_UPSTREAM": upstream}
-        command = [*_python("workers.cli"), "gateway", "--host", HOST, "--port", str(gateway)]
-        self.gateway = self._add("gateway", lambda _: command, keys)
-        variables = self._variables()
-        self.workers = [self._add(f"worker{n}", self._worker_command(n), variables) for n in range(1, self._count + 1)]
-        self.beat = self._add("beat", lambda _: self._beat_command("beat"), variables)
+            self.emulator = self._exits.enter_context(PrimeEmulator(self.directory / "platform"))
+        options = StackOptions(
+            workers=self._count,
+            concurrency=self.concurrency,
+            redis_url=f"redis://{HOST}:{self.proxy.port}/0",
+            settings=self._settings(),
+            log_dir=self.directory / "logs",
+            ready_timeout=120.0,
+            grace=1.0,
+        )
+        self.stack = self._exits.enter_context(Stack(options))
+        names = ["model", "gateway", *(f"worker{number}" for number in range(1, self._count + 1)), "beat"]
+        self._parts = [Part(name, self.stack.process(name)) for name in names]
+        _, self.gateway, *self.workers, self.beat = self._parts
         self._supervisor.start()
-        wait_until(lambda: _answers(f"{self.gateway_url}/healthz"), timeout=60, what="the gateway")
-        wait_until(lambda: len(self.ready()) == self._count, timeout=60, what="the workers")
 
-    def _variables(self) -> dict[str, str]:
-        variables = {
-            "ROLLOUTS_REDIS_URL": self.redis_url,
-            "ROLLOUTS_GATEWAY_URL": self.gateway_url,
-            "ROLLOUTS_GATEWAY_CONTROL_KEY": self.control_key,
-            "ROLLOUTS_SANDBOX_DIR": str(self.directory / "sandboxes"),
+    def _settings(self) -> dict[str, str]:
+        settings = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "ROLLOUTS_LEASE_TTL": str(self.lease_ttl),
             "ROLLOUTS_DRAIN_TIMEOUT": str(DRAIN_TIMEOUT),
             "ROLLOUTS_ORPHAN_INTERVAL": str(ORPHAN_INTERVAL),
         }
         if self.emulator:
-            variables |= {
-                "ROLLOUTS_SANDBOX_PROVIDER": "prime",
-                "ROLLOUTS_TUNNEL_PROVIDER": "prime",
-                "ROLLOUTS_POLL_INTERVAL": "1",
-                "ROLLOUTS_TUNNEL_CHECK_INTERVAL": "1",
-                **self.emulator.environ,
-            }
-        return variables
+            settings |= prime_settings(self.emulator) | {"ROLLOUTS_TUNNEL_CHECK_INTERVAL": "1"}
+        return settings
 
-    def _worker_command(self, number: int) -> Callable[[int], list[str]]:
-        token = secrets.token_hex(3)
-
-        def command(life: int) -> list[str]:
-            # The first comes back under its old name, as of a StatefulSet, the others as those of a Deployment do.
-            name = f"worker{number}-{token}" if number == 1 else f"worker{number}-{token}-{life}"
-            host = socket.gethostname()
-            concurrency = str(self.concurrency)
-            return [*_python("workers.cli"), "worker", "--name", f"{name}@{host}", "--concurrency", concurrency]
-
-        return command
-
-    def _beat_command(self, name: str) -> list[str]:
-        schedule = str(self.directory / f"{name}-schedule")
-        return [*_python("celery"), "-A", "workers", "beat", "--pidfile=", "--schedule", schedule]
-
-    def _add(self, name: str, command: Callable[[int], list[str]], variables: Mapping[str, str]) -> Part:
-        part = Part(name, command, variables)
-        self._spawn(part)
-        self._parts.append(part)
-        return part
-
-    def _spawn(self, part: Part) -> None:
-        part.life += 1
-        part.told, part.stopped = "", False
-        with (self.directory / "logs" / f"{part.name}.log").open("ab") as log:
-            part.process = subprocess.Popen(
-                part.command(part.life),
-                env=self._environment(part.variables),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return os.environ | {"PYTHONPATH": path} | dict(variables) | self._reaper.environment()
+    @property
+    def sandboxes(self) -> Path:
+        """The folder in which workers keep local sandboxes."""
+        return self.stack.directory / "sandboxes"
 
     def close(self) -> None:
         """End everything at once; `end_workers` does it in order."""
         self._over.set()
         if self._supervisor.is_alive():
             self._supervisor.join(10)
-        for part in self._parts:
-            if part.alive and part.process:
-                part.process.kill()
-                part.process.wait()
-        self._stack.close()
+        self._exits.close()
 
     def end_workers(self) -> None:
         """Have the workers and beat end as at a scale-in, and nothing start them again."""
@@ -211,10 +201,9 @@ class Fleet:
         self._supervisor.join(10)
         ending = [*self.workers, self.beat]
         for part in ending:
-            self._signal(part, signal.SIGTERM)
+            part.process.send_signal(signal.SIGTERM)
         end = time.monotonic() + EXIT_LIMIT
         for part in ending:
-            assert part.process is not None
             with suppress(subprocess.TimeoutExpired):
                 part.process.wait(max(0.0, end - time.monotonic()))
             if part.alive:
@@ -223,11 +212,9 @@ class Fleet:
 
     def sweep(self) -> str:
         """Clear up once, as an operator does, sparing nothing for its youth; returns what the command said."""
-        command = [*_python("workers.cli"), "leaks", "--delete", "--older-than", "0"]
-        environment = self._environment(self._variables())
-        ended = subprocess.run(
-            command, env=environment, cwd=self.directory, capture_output=True, timeout=120, check=False
-        )
+        command = [sys.executable, "-m", "workers.cli", "leaks", "--delete", "--older-than", "0"]
+        environment = self.stack.environment()
+        ended = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
         return f"{ended.stdout.decode()}{ended.stderr.decode()}(exit status {ended.returncode})"
 
     # -- what is done to it --------------------------------------------------------------------------------------------
@@ -246,7 +233,7 @@ class Fleet:
             if not part.alive:
                 return False
             part.told, part.told_at, part.not_before = sig.name, time.monotonic(), away
-            self._signal(part, sig)
+            part.process.send_signal(sig)
             return True
 
     def stop(self, part: Part, seconds: float) -> bool:
@@ -256,11 +243,11 @@ class Fleet:
                 return False
             life = part.life
             part.stopped = True
-            self._signal(part, signal.SIGSTOP)
+            part.process.send_signal(signal.SIGSTOP)
 
         def go_on() -> None:
             if part.life == life and part.alive:
-                self._signal(part, signal.SIGCONT)
+                part.process.send_signal(signal.SIGCONT)
                 part.stopped = False
 
         self.later(seconds, go_on)
@@ -268,16 +255,9 @@ class Fleet:
 
     def another_beat(self, seconds: float) -> None:
         """Run a second beat for a while."""
-        name = f"beat-{secrets.token_hex(2)}"
-        second = Part(name, lambda _: self._beat_command(name), self._variables())
         with self._lock:
-            self._spawn(second)
-        self._stack.callback(self._signal, second, signal.SIGKILL)
-        self.later(seconds, lambda: self._signal(second, signal.SIGKILL))
-
-    def _signal(self, part: Part, sig: signal.Signals) -> None:
-        if part.process:
-            part.process.send_signal(sig)
+            second = self.stack.another_beat(f"beat-{secrets.token_hex(2)}")
+        self.later(seconds, second.kill)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +269,9 @@ class Fleet:
             return []
         pids = {report["pid"] for report in reports}
         return [
-            part for part in self.workers if part.alive and not part.told and not part.stopped and _pid(part) in pids
+            part
+            for part in self.workers
+            if part.alive and not part.told and not part.stopped and part.process.pid in pids
         ]
 
     def reports(self) -> list[dict[str, Any]]:
@@ -299,7 +281,7 @@ class Fleet:
 
     def worker_name(self, part: Part) -> str | None:
         """Return the name under which a worker's present process has reported."""
-        return next((str(report["name"]) for report in self.reports() if report["pid"] == _pid(part)), None)
+        return next((str(report["name"]) for report in self.reports() if report["pid"] == part.process.pid), None)
 
     @property
     def is_calm(self) -> bool:
@@ -334,16 +316,15 @@ class Fleet:
             if part.told and not part.stopped and now - part.told_at > EXIT_LIMIT:
                 self._too_late(part)
             return
-        assert part.process is not None
         if part.told != "dead":
             self._note_death(part, now)
             part.told, part.not_before = "dead", now + part.not_before
         if now >= part.not_before:
-            part.not_before = 0.0
-            self._spawn(part)
+            part.life += 1
+            part.process = self.stack.start_again(part.name, part.life)
+            part.told, part.stopped, part.not_before = "", False, 0.0
 
     def _note_death(self, part: Part, now: float) -> None:
-        assert part.process is not None
         code = part.process.returncode
         if part.told == "SIGTERM":
             self.trouble.drains.append(now - part.told_at)
@@ -364,7 +345,7 @@ class Fleet:
         )
         self._tell(f"FAULT {self.trouble.late_exits[-1]}")
         part.told = "SIGKILL"
-        self._signal(part, signal.SIGKILL)
+        part.process.send_signal(signal.SIGKILL)
 
 
 def _server(directory: Path) -> RedisServer:
@@ -375,18 +356,3 @@ def _server(directory: Path) -> RedisServer:
     server.url = f"redis://{HOST}:{server.port}/0"
     server.client = redis.Redis.from_url(server.url, socket_timeout=5, retry=Retry(NoBackoff(), 0))
     return server
-
-
-def _python(module: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", module)
-
-
-def _pid(part: Part) -> int:
-    return part.process.pid if part.process else 0
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -14,6 +14,7 @@ from chaos.agents import RUN_VARIABLE
 from chaos.fleet import Fleet, Tell
 from producer import RolloutResult
 from workers.reaper import carriers
+from workers.state import gateway_id
 
 _TICK = 0.5
 
@@ -31,7 +32,7 @@ def while_it_runs(fleet: Fleet, token: str, results: Iterable[RolloutResult]) ->
         found |= {"sandboxes": left["sandboxes"], "processes": [str(pid) for pid in left["processes"]]}
         found["tunnels"] = _tunnels(fleet)
     else:
-        found["sandboxes"] = _folders(fleet.directory / "sandboxes", depth=2)
+        found["sandboxes"] = _folders(fleet.sandboxes, depth=2)
     return {what: left for what, left in found.items() if left}
 
 
@@ -42,7 +43,7 @@ def after_its_end(fleet: Fleet, token: str) -> Leaks:
         found |= {what: [str(each) for each in left] for what, left in fleet.emulator.leaked().items()}
         found["frpc"] = [f"{t['frpc_pid']} of {t['tunnel_id']}" for t in fleet.emulator.tunnels() if t["frpc_pid"]]
     else:
-        found["sandboxes"] = _folders(fleet.directory / "sandboxes", depth=1)
+        found["sandboxes"] = _folders(fleet.sandboxes, depth=1)
     return {what: left for what, left in found.items() if left}
 
 
@@ -68,7 +69,7 @@ def wait_until_none(fleet: Fleet, token: str, results: Iterable[RolloutResult], 
 def _tunnels(fleet: Fleet) -> list[str]:
     """Return the registrations that no living process uses: its frpc is no child of a worker that lives."""
     assert fleet.emulator is not None
-    pids = {part.process.pid for part in fleet.workers if part.process}
+    pids = {part.process.pid for part in fleet.workers}
     open_ones = [t for t in fleet.emulator.tunnels() if not t["deleted"]]
     return [t["tunnel_id"] for t in open_ones if not pids & _ancestors(t["frpc_pid"])]
 
@@ -82,12 +83,12 @@ def _ancestors(pid: int | None) -> set[int]:
 
 def _registrations(fleet: Fleet, results: Iterable[RolloutResult]) -> list[str]:
     """Ask the gateway for every attempt of every rollout; it has no list of what is registered."""
-    headers = {"Authorization": f"Bearer {fleet.control_key}"}
+    headers = {"Authorization": f"Bearer {fleet.stack.control_key}"}
     left = []
-    with httpx.Client(base_url=fleet.gateway_url, headers=headers, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=fleet.stack.gateway_url, headers=headers, timeout=30, trust_env=False) as client:
         for result in results:
             for attempt in range(1, result.attempt + 1):
-                name = result.rollout_id if attempt == 1 else f"{result.rollout_id}.{attempt}"
+                name = gateway_id(result.rollout_id, attempt)
                 status = client.get(f"/v1/rollouts/{name}/trajectory").status_code
                 if status not in {200, 404}:
                     raise RuntimeError(f"the gateway answers {status} when asked for {name}")

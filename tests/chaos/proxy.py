@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import threading
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TypeVar
 
 from workers.children import HOST, free_port
@@ -55,14 +58,18 @@ class Proxy:
         async def abort() -> int:
             writers = list(self._writers)
             for writer in writers:
-                writer.transport.abort()
+                _reset(writer)
             return len(writers) // 2
 
         return self._call(abort())
 
     def stall(self) -> None:
         """Forward nothing from now on."""
-        self._loop.call_soon_threadsafe(self._flowing.clear)
+
+        async def shut() -> None:
+            self._flowing.clear()
+
+        self._call(shut())
 
     def resume(self) -> None:
         """Forward what was held back, and everything after it."""
@@ -98,10 +105,18 @@ class Proxy:
         finally:
             for each in ours:
                 self._writers.discard(each)
-                each.transport.abort()
+                _reset(each)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             await self._flowing.wait()
             writer.write(data)
             await writer.drain()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Break a connection off: its peer is told of an error and not of an end."""
+    with suppress(OSError):  # it is closed already
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ class Recoveries:
     """Watches records past the proxy, in a thread. A kill is quiet when nothing else was broken meanwhile."""
 
     def __init__(self, fleet: Fleet) -> None:
+        #: The machine's load for each core at a quiet kill, the highest of all.
+        self.load = 0.0
         self._fleet = fleet
         self._watched: list[Watched] = []
         self._open: list[Watched] = []
@@ -49,18 +52,23 @@ class Recoveries:
 
     def watch(self, part: Part, *, quiet: bool) -> int:
         """Watch what a worker runs, just before it is killed; returns how many rollouts that is."""
-        if not part.alive:
-            return 0
-        try:
-            name = self._fleet.worker_name(part)
-            running = [(i, a) for i, worker, a in self._running() if name and worker == name]
-        except redis.RedisError:
-            return 0
         now = time.monotonic()
-        watched = [Watched(rollout_id, attempt, now, quiet) for rollout_id, attempt in running]
+        watched = [Watched(rollout_id, attempt, now, quiet) for rollout_id, attempt in self.running_on(part)]
+        if quiet:
+            self.load = max(self.load, os.getloadavg()[0] / (os.cpu_count() or 1))
         with self._lock:
             self._open += watched
         return len(watched)
+
+    def running_on(self, part: Part) -> list[tuple[str, int]]:
+        """Return the rollouts that a worker runs and their attempts; none while Redis is away."""
+        if not part.alive:
+            return []
+        try:
+            name = self._fleet.worker_name(part)
+            return [(i, a) for i, worker, a in self._running() if name and worker == name]
+        except redis.RedisError:
+            return []
 
     @contextmanager
     def redis_disturbed(self) -> Iterator[None]:

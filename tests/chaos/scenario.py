@@ -9,15 +9,19 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from fleets import Agents, install_agent
 
 from chaos import agents, leaks
 from chaos.fleet import Fleet
 from chaos.recovery import Recoveries, percentile
-from chaos.script import Script, wait_calm
+from chaos.script import Script, round_of, steps, wait_calm
 from producer import Producer, RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind
 from producer.settings import ProducerSettings
@@ -26,6 +30,9 @@ from producer.settings import ProducerSettings
 _PROGRESS = 5.0
 #: Seconds that the workers have at the end until all of them take work again.
 _CALM_LIMIT = 60.0
+_TICK = 0.05
+#: Processes that want to run, for each core, on a machine that is busy with tests alone.
+_CROWD = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +41,11 @@ class Options:
 
     ``chaos_limit`` ends the breaking when the rollouts have not ended by then, ``drain_limit`` the wait for the rest.
     With fewer in flight than the workers' slots but one worker's, a killed worker's rollouts find room elsewhere.
-    ``slack`` is what a busy machine may add to the time in which they run again.
+    ``slack`` is what a busy machine may add to the time in which they run again; where more than `_CROWD` processes
+    wait for each core, as many times that as they are more.
     ``sweep_limit`` is for the workers' own sweeps at the end; what is left then, `Fleet.sweep` has to clear.
+    With a ``pace``, each action is done once, and a rollout comes every so often until that is over.
+    An agent with more ``patience`` than a gateway or a tunnel is away for goes on with what that has kept, or lost.
     """
 
     rollouts: int = 1000
@@ -49,6 +59,9 @@ class Options:
     drain_limit: float = 120.0
     sweep_limit: float = 20.0
     slack: float = 1.0
+    patience: float = 30.0
+    pace: float | None = None
+    side_by_side: bool = False
     keep: Path | None = None
 
 
@@ -66,6 +79,7 @@ class Outcome:
     leaked: dict[str, list[str]] = field(default_factory=dict)
     left_to_the_command: dict[str, int] = field(default_factory=dict)
     queue_left: dict[str, int] = field(default_factory=dict)
+    load: float = 0.0
     recovery: list[float] = field(default_factory=list)
     recovery_disturbed: list[float] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
@@ -102,9 +116,9 @@ class Scenario:
                 tell=self._tell,
             )
             with fleet:
-                self._tell(f"{self._count} rollouts on {options.workers} workers, seed {options.seed}")
+                self._tell(f"{options.workers} workers, seed {options.seed}")
                 # Not below /tmp: a sandbox of the platform has a /tmp of its own.
-                self._agent = agents.install(Path(home))
+                self._home = Path(home)
                 self._break(fleet)
                 self._inspect(fleet)
         self.outcome.seconds = round(time.monotonic() - self._began, 1)
@@ -113,26 +127,44 @@ class Scenario:
     # -- while it breaks -----------------------------------------------------------------------------------------------
 
     def _break(self, fleet: Fleet) -> None:
-        wanted = agents.requests(self._count, self._seed, self._agent, self._token)
-        self.outcome.submitted = [request.rollout_id for request in wanted]
         recoveries = Recoveries(fleet)
-        script = Script(fleet, recoveries, self._seed, self._tell)
+        script = self._script(fleet, recoveries)
         recoveries.start()
         script.start()
         try:
-            asyncio.run(self._consume(fleet, script, wanted))
+            asyncio.run(self._consume(fleet, script))
         finally:
             script.stop()
             fleet.settle()
             recoveries.stop()
         outcome = self.outcome
         outcome.results = self._delivered
-        outcome.actions = script.done
+        outcome.actions, outcome.load = script.done, recoveries.load
         outcome.errors += [f"the script stopped: {script.failure}"] if script.failure else []
         outcome.recovery, outcome.recovery_disturbed = recoveries.times(quiet=True), recoveries.times(quiet=False)
 
-    async def _consume(self, fleet: Fleet, script: Script, wanted: list[RolloutRequest]) -> None:
-        limits = self._options.chaos_limit, self._options.drain_limit
+    def _script(self, fleet: Fleet, recoveries: Recoveries) -> Script:
+        platform, brief = fleet.emulator is not None, self._options.pace is not None
+        sequence = round_of if brief else steps
+        return Script(fleet, recoveries, sequence(self._seed, platform=platform), self._tell, insists=brief)
+
+    def _wanted(self) -> Iterator[RolloutRequest]:
+        agent = install_agent(self._home)
+        for request in agents.requests(self._seed, agent, self._token, self._options.patience):
+            self.outcome.submitted.append(request.rollout_id)
+            yield request
+
+    async def _paced(self, script: Script, pace: float) -> AsyncIterator[RolloutRequest]:
+        for request in self._wanted():
+            yield request
+            await asyncio.sleep(pace)
+            if script.is_over:
+                return
+
+    async def _consume(self, fleet: Fleet, script: Script) -> None:
+        limits, pace = (self._options.chaos_limit, self._options.drain_limit), self._options.pace
+        wanted: Iterable[RolloutRequest] | AsyncIterable[RolloutRequest]
+        wanted = islice(self._wanted(), self._count) if pace is None else self._paced(script, pace)
 
         async def calm_down() -> None:
             await asyncio.sleep(limits[0])
@@ -144,17 +176,17 @@ class Scenario:
             while True:
                 await asyncio.sleep(_PROGRESS)
                 alive = sum(part.alive and not part.stopped for part in fleet.workers)
-                self._tell(
-                    f"{len(self._delivered)}/{len(wanted)} done, {alive}/{len(fleet.workers)} workers alive, "
-                    f"last: {script.last}"
-                )
+                done = f"{len(self._delivered)} of {len(self.outcome.submitted)} submitted are done"
+                self._tell(f"{done}, {alive}/{len(fleet.workers)} workers alive, last: {script.last}")
 
         beside = [asyncio.create_task(calm_down()), asyncio.create_task(progress())]
         try:
             async with asyncio.timeout(sum(limits)):
                 await self._collect(fleet, wanted, self._options.in_flight, self._delivered.append)
         except TimeoutError:
-            self._tell(f"FAULT: {len(wanted) - len(self._delivered)} rollouts have not ended")
+            left = len(self.outcome.submitted) - len(self._delivered)
+            self.outcome.errors.append(f"{left} rollouts have not ended in time")
+            self._tell(f"FAULT: {left} rollouts have not ended")
         finally:
             for task in beside:
                 task.cancel()
@@ -163,11 +195,11 @@ class Scenario:
     async def _collect(
         self,
         fleet: Fleet,
-        wanted: list[RolloutRequest],
+        wanted: Iterable[RolloutRequest] | AsyncIterable[RolloutRequest],
         in_flight: int,
         deliver: Callable[[RolloutResult], object],
     ) -> None:
-        async with Producer(ProducerSettings(redis_url=fleet.redis_url), patience=120) as producer:
+        async with Producer(ProducerSettings(redis_url=fleet.stack.redis_url), patience=120) as producer:
             async for result in await producer.submit_many(wanted, max_in_flight=in_flight):
                 deliver(result)
 
@@ -196,28 +228,29 @@ class Scenario:
     def _find_the_deaf(self, fleet: Fleet) -> None:
         """Run as many rollouts at once as there are slots: a worker that takes none of them has stopped consuming."""
         count = self._options.workers * self._options.concurrency
-        requests = [
-            RolloutRequest.parse(
-                {
-                    "model": "stand-in",
-                    "example_id": n,
-                    "run_command": "sleep 3",
-                    "env": {agents.RUN_VARIABLE: self._token},
-                }
-            )
-            for n in range(count)
-        ]
+        patient = Agents(self._home)
+        about = {"model": "stand-in", "run_command": patient.command(), "env": {agents.RUN_VARIABLE: self._token}}
+        requests = [RolloutRequest.parse({**about, "example_id": number}) for number in range(count)]
         names = {part.name: fleet.worker_name(part) for part in fleet.workers}
         results: list[RolloutResult] = []
 
+        async def release() -> None:
+            """Let them end when all have begun, or will not."""
+            end = time.monotonic() + _CALM_LIMIT
+            while len(patient.starts()) < count and time.monotonic() < end:
+                await asyncio.sleep(_TICK)
+            patient.release()
+
         async def collect() -> None:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(2 * _CALM_LIMIT), asyncio.TaskGroup() as together:
+                together.create_task(release())
                 await self._collect(fleet, requests, count, results.append)
 
         self.outcome.calm_submitted = count
         try:
             asyncio.run(collect())
         finally:
+            patient.close()
             self.outcome.calm_results = sum(result.completed for result in results)
         busy = {result.worker for result in results}
         self.outcome.deaf = [part for part, name in names.items() if name not in busy]
@@ -250,13 +283,22 @@ def run(options: Options) -> list[Outcome]:
     """Run the scenario on each of the systems, the rollouts split between them."""
     share, rest = divmod(options.rollouts, len(options.systems))
     counts = [share + (number < rest) for number in range(len(options.systems))]
-    return [Scenario(name, count, options).run() for name, count in zip(options.systems, counts, strict=True)]
+    scenarios = [Scenario(name, count, options) for name, count in zip(options.systems, counts, strict=True)]
+    if not options.side_by_side:
+        return [scenario.run() for scenario in scenarios]
+    with ThreadPoolExecutor(len(scenarios)) as threads:
+        return list(threads.map(Scenario.run, scenarios))
 
 
-def quick(options: Options) -> Options:
-    """Return the options of half a minute on one of the systems, for the test suite."""
-    brief = replace(options, rollouts=50, lease_ttl=3.0, in_flight=12, slack=4.0)
-    return replace(brief, chaos_limit=45.0, drain_limit=60.0, sweep_limit=5.0)
+def brief(seed: int) -> Options:
+    """Return the options of the test suite's round: everything is broken once on two small fleets side by side.
+
+    Beside other tests a step may take seconds that takes milliseconds alone, so limits are generous, and what runs
+    again may take one TTL more.
+    """
+    ttl = 3.0
+    size = Options(seed=seed, workers=2, concurrency=12, in_flight=8, lease_ttl=ttl, slack=ttl, side_by_side=True)
+    return replace(size, pace=0.15, patience=8.0, chaos_limit=100.0, drain_limit=80.0, sweep_limit=5.0)
 
 
 def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -297,11 +339,16 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
         "recovery": _times(quiet),
         "recovery_disturbed": _times(disturbed),
         "recovery_bound": bound,
-        "recovered_late": sum(seconds > bound + options.slack for seconds in quiet),
+        "recovered_late": sum(s > bound + _slack(options, o) for o in outcomes for s in o.recovery),
+        "load_per_core": {outcome.systems: round(outcome.load, 1) for outcome in outcomes},
         "drain_max": round(max((s for o in outcomes for s in o.drains), default=0.0), 1),
         "actions": dict(sum((Counter(outcome.actions) for outcome in outcomes), Counter[str]())),
         "seconds": {outcome.systems: outcome.seconds for outcome in outcomes},
     }
+
+
+def _slack(options: Options, outcome: Outcome) -> float:
+    return options.slack * max(1.0, outcome.load / _CROWD)
 
 
 #: What must be zero or empty in a report.

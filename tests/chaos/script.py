@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from emulators.prime import PrimeEmulator
@@ -19,6 +19,13 @@ from chaos.recovery import Recoveries
 PAUSE = (0.5, 3.0)
 #: Seconds that a quiet kill waits for every part to be whole.
 CALM_LIMIT = 20.0
+#: As `PAUSE`, and the greatest strength, in a round.
+ROUND_PAUSE, ROUND_STRENGTH = (0.3, 1.0), 0.4
+#: How many rollouts a worker must run for a round to kill it quietly.
+_WORTH_WATCHING = 3
+#: Seconds for which a round tries what is not possible at the moment.
+_INSIST = 30.0
+_RETRY = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,16 +70,38 @@ def steps(seed: str, *, platform: bool) -> Iterator[Step]:
         yield Step(rng.uniform(*PAUSE), rng.choices(names, weights)[0], rng.randrange(1000), rng.random())
 
 
-class Script:
-    """Does the steps of a seed to a fleet until it is stopped, in a thread of its own."""
+def round_of(seed: str, *, platform: bool) -> list[Step]:
+    """Return each action once, in the order and strength of a seed; of the two ways to restart Redis, one.
 
-    def __init__(self, fleet: Fleet, recoveries: Recoveries, seed: str, tell: Tell) -> None:
+    The quiet kill comes first: it need not wait for the end of what another action began.
+    """
+    rng = random.Random(f"round-{seed}")
+    first, left_out = "kill_worker_quietly", rng.choice(["term_redis", "kill_redis"])
+    names = [name for name in ACTIONS | (PLATFORM_ACTIONS if platform else {}) if name not in {first, left_out}]
+    rng.shuffle(names)
+    return [
+        Step(rng.uniform(*ROUND_PAUSE), name, rng.randrange(1000), rng.uniform(0.0, ROUND_STRENGTH))
+        for name in [first, *names]
+    ]
+
+
+class Script:
+    """Does steps to a fleet until it is stopped, in a thread of its own.
+
+    One that ``insists`` goes only for workers that run rollouts, and tries again what is not possible at the moment; a
+    step that stays so is a failure.
+    """
+
+    def __init__(
+        self, fleet: Fleet, recoveries: Recoveries, steps: Iterable[Step], tell: Tell, *, insists: bool
+    ) -> None:
         self.done: dict[str, int] = {}
         self.last = "nothing yet"
         self.failure: str | None = None
         self._fleet = fleet
         self._recoveries = recoveries
-        self._steps = steps(seed, platform=fleet.emulator is not None)
+        self._steps = steps
+        self._insists = insists
         self._tell = tell
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="script", daemon=True)
@@ -84,36 +113,60 @@ class Script:
         self._over.set()
         self._thread.join(60)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all is done, or nothing more can be."""
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         for step in self._steps:
             if self._over.wait(step.pause):
+                if self._insists:
+                    self._fail_with(f"{step.action}: no time was left")
                 return
             try:
-                what = getattr(self, f"_{step.action}")(step)
+                what = self._do(step)
             except BaseException as error:  # pytest's failures are none of Exception
-                self.failure = f"{step.action}: {error!r}"
-                self._tell(f"FAULT of the suite: {self.failure}")
+                self._fail_with(f"{step.action}: {error!r}")
                 return
             if what is not None:
                 self.done[step.action] = self.done.get(step.action, 0) + 1
+            elif self._insists:
+                self._fail_with(f"{step.action}: not possible")
+                return
             self.last = f"{step.action}: {what or 'not possible now'}"
             self._tell(self.last)
 
-    def _worker(self, step: Step) -> Part:
-        return self._fleet.workers[step.worker % len(self._fleet.workers)]
+    def _do(self, step: Step) -> str | None:
+        act: Callable[[Step], str | None] = getattr(self, f"_{step.action}")
+        what, end = act(step), time.monotonic() + _INSIST
+        while what is None and self._insists and time.monotonic() < end and not self._over.wait(_RETRY):
+            what = act(step)
+        return what
+
+    def _fail_with(self, what: str) -> None:
+        self.failure = what
+        self._tell(f"FAULT of the suite: {what}")
+
+    def _worker(self, step: Step, *, runs: int = 1) -> Part | None:
+        """Choose a worker; a script that insists wants one that is neither stopped nor ending and ``runs`` rollouts."""
+        workers = self._fleet.workers
+        if self._insists:
+            running = self._recoveries.running_on
+            workers = [w for w in workers if not w.stopped and not w.told and len(running(w)) >= runs]
+        return workers[step.worker % len(workers)] if workers else None
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _kill_worker(self, step: Step) -> str | None:
         part = self._worker(step)
-        watched = self._recoveries.watch(part, quiet=False)
-        return f"{part.name}, {watched} rollouts" if self._kill(part, step) else None
+        watched = self._recoveries.watch(part, quiet=False) if part else 0
+        return f"{part.name}, {watched} rollouts" if part and self._kill(part, step) else None
 
     def _kill_worker_quietly(self, step: Step) -> str | None:
         """Kill a worker while everything else is whole, and do nothing more until its rollouts run again."""
-        part, fleet = self._worker(step), self._fleet
-        calm_from = time.monotonic() + CALM_LIMIT
-        while not (fleet.is_calm and self._recoveries.trusted):
+        fleet, calm_from = self._fleet, time.monotonic() + CALM_LIMIT
+        while not (fleet.is_calm and self._recoveries.trusted and (part := self._worker(step, runs=_WORTH_WATCHING))):
             if time.monotonic() > calm_from or self._over.wait(0.1):
                 return None
         watched = self._recoveries.watch(part, quiet=True)
@@ -128,11 +181,12 @@ class Script:
 
     def _stop_worker(self, step: Step) -> str | None:
         part, seconds = self._worker(step), (1.2 + 1.3 * step.strength) * self._fleet.lease_ttl
-        return f"{part.name} for {seconds:.1f} s" if self._fleet.stop(part, seconds) else None
+        return f"{part.name} for {seconds:.1f} s" if part and self._fleet.stop(part, seconds) else None
 
     def _term_worker(self, step: Step) -> str | None:
         part = self._worker(step)
-        return part.name if self._fleet.tell_to_end(part, signal.SIGTERM, away=step.strength) else None
+        told = part and self._fleet.tell_to_end(part, signal.SIGTERM, away=step.strength)
+        return part.name if part and told else None
 
     # -- Redis ---------------------------------------------------------------------------------------------------------
 

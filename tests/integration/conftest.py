@@ -35,7 +35,7 @@ def systems(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def fleet(systems: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalStack, PrimeEmulator | None]]:
     """One worker, for tests that do not break it."""
-    settings = {"ROLLOUTS_SECRET_ENV": "TEST_SECRET", "TEST_SECRET": "s3cret!"}
+    settings = {"ROLLOUTS_SECRET_ENV": "TEST_SECRET", "TEST_SECRET": "s3cret!", "ROLLOUTS_GATEWAY_ALLOW": "127.0.0.1"}
     with fleet_on(systems, tmp_path_factory.mktemp(systems), concurrency=50, settings=settings) as fleet:
         yield fleet
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import orjson
 import psutil
+import pytest
 import redis
 from emulators.prime import PrimeEmulator
 from fleets import fleet_on
@@ -104,6 +105,35 @@ def test_what_a_killed_worker_left_is_gone_one_sweep_later_and_what_runs_on_is_u
         assert {(r.stop_condition, r.attempt) for r in by_example.values()} == {(StopCondition.COMPLETED, 2)}
         assert len(by_example) == 10
         assert took[0] < 12, f"it took {took[0]:.1f} s: a lease, and six seconds until the worker is known to be dead"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["its name is gone", "its name lives on"])
+def test_the_tunnel_of_a_worker_that_was_killed_while_it_was_idle_does_not_wait_for_the_look_by_label(
+    tmp_path: Path, again: bool
+) -> None:
+    """It had no attempt, so the ledger has no entry; with a fixed name, as in a StatefulSet, its successor is alive."""
+    settings = SETTINGS | {"ROLLOUTS_TUNNEL_CHECK_INTERVAL": "600"}
+    with fleet_on("prime", tmp_path, workers=1, concurrency=5, settings=settings) as (stack, emulator):
+        assert emulator is not None
+        client = redis.Redis.from_url(stack.redis_url)
+        run(stack.redis_url, [request(run_command="true")], lambda: None)
+        (tunnel,) = emulator.tunnels()
+        first = next(child for child in stack._children if child.name == "worker1")
+        assert first.restart is not None
+        client.set(broker.LABELS_SWEPT, 1)
+
+        first.process.kill()
+        first.process.wait()
+        if again:
+            first.restart()
+        else:
+            stack._start_workers()
+        # Six seconds of silence or ten of age, and one interval; the rest is the start of a worker.
+        wait_until(lambda: tunnel["tunnel_id"] not in emulator.leaked()["tunnels"], timeout=40, what="its tunnel to go")
+        assert client.exists(broker.LABELS_SWEPT), "nobody has looked by label"
+        (result,) = run(stack.redis_url, [request(run_command="true")], lambda: None)
+        assert result.stop_condition is StopCondition.COMPLETED
+        assert len(emulator.leaked()["tunnels"]) == 1, "the second worker's own"
 
 
 def test_a_clean_up_that_fails_is_made_up_for_by_a_later_sweep(tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalStack
     settings = {"ROLLOUTS_TUNNEL_CHECK_INTERVAL": str(INTERVAL), "ROLLOUTS_POLL_INTERVAL": "0.5"}
     # Failures show as what they are, and one test's do not pause the next one's rollouts.
     settings |= {"ROLLOUTS_INFRASTRUCTURE_RETRIES": "0", "ROLLOUTS_BREAKER_PAUSE": "0.05"}
-    with fleet_on("prime", tmp_path_factory.mktemp("faults"), concurrency=120, settings=settings) as (stack, emulator):
+    with fleet_on("prime", tmp_path_factory.mktemp("faults"), concurrency=120, settings=settings, beat=True) as (
+        stack,
+        emulator,
+    ):
         assert emulator is not None
         yield stack, emulator
 
