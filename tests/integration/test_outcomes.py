@@ -165,7 +165,7 @@ def test_secrets_do_not_reach_errors_histories_or_logs(run: Any, stack: LocalSta
 
 def test_entries_of_the_queue_that_are_no_messages_harm_no_worker(run: Any, stack: LocalStack) -> None:
     client = redis.Redis.from_url(stack.redis_url)
-    pid = stack._children[-2].process.pid
+    (pid,) = [child.process.pid for child in stack._children if child.name == "worker1"]
     wake_up = json.loads(WAKE_UP)
     odd = [b"hello", b"5", b"[]", b"{}", b"\xff\x00", b"", b'{"headers": {}, "properties": {}}']
     odd += [json.dumps(wake_up | {"properties": None}).encode(), json.dumps(wake_up | {"body": "!!!"}).encode()]

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from producer.results_file import ResultsFile
+from producer.files.output import ResultsOutput, prepare_results
 from producer.runner import RunOptions, run_batch_async
 from producer.settings import ProducerSettings
 from producer.summary import Summary
@@ -32,7 +32,7 @@ def run_demo(options: DemoOptions, on_progress: Progress) -> Summary:
 
     Raises `ResultsFileError` before anything is started when ``options.out`` cannot be written.
     """
-    file = ResultsFile.prepare(options.out, overwrite=options.overwrite)
+    file = prepare_results(options.out, overwrite=options.overwrite)
     # The real model answers four at a time on two cores: more agents would only wait for each other.
     concurrency = 4 if options.llm else 16
     stack_options = StackOptions(
@@ -43,7 +43,7 @@ def run_demo(options: DemoOptions, on_progress: Progress) -> Summary:
         return asyncio.run(_run(options, stack, file))
 
 
-async def _run(options: DemoOptions, stack: LocalStack, file: ResultsFile) -> Summary:
+async def _run(options: DemoOptions, stack: LocalStack, file: ResultsOutput) -> Summary:
     if options.llm:
         requests = llm_requests(options.samples)
     else:
