@@ -11,6 +11,10 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Test processes: two for each core, as most tests wait for processes that they have started.
 JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 2 )))
 
+# Hundreds of processes start in the tests: none should have to compile what another one has.
+test test-chart: export PYTHONDONTWRITEBYTECODE =
+test test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
+
 .PHONY: demo demo-llm test test-chart check bench chaos soak clean
 
 demo: $(VENV)/.demo
