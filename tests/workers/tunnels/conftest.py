@@ -231,6 +231,11 @@ class Platform:
     def refused(self) -> list[tuple[str, str]]:
         return self.emulator.refused()[self._refused :]
 
+    def leaked(self) -> dict[str, list[Any]]:
+        """Return what is left, but for what a test before this one has left, which has failed for it."""
+        found = self.emulator.leaked()
+        return found | {"tunnels": [tunnel for tunnel in found["tunnels"] if tunnel not in self._tunnels]}
+
     def tunnels(self) -> list[dict[str, Any]]:
         return [tunnel for tunnel in self.emulator.tunnels() if tunnel["tunnel_id"] not in self._tunnels]
 

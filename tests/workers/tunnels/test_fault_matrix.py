@@ -147,7 +147,7 @@ async def look(pool: TunnelPool, arm: Callable[[], None]) -> None:
     """No failed look ends a tunnel, and none holds up whoever asks whether his agent had one."""
     async with pool.lease(GATEWAY) as lease:
         arm()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(5):
             await lease.confirm(since=0, until=0)
         assert pool.report()[0]["alive"]
         broken = asyncio.create_task(lease.broken())
@@ -232,7 +232,7 @@ def names(rows: list[tuple[str, str, Works | Fails]]) -> list[str]:
 
 @pytest.fixture
 def limits(quick: Any) -> Any:
-    return quick(start_timeout=3.0, status_timeout=1.0, sweep_timeout=1.2, stop_timeout=3.0, start_attempts=2)
+    return quick(start_timeout=5.0, status_timeout=2.0, sweep_timeout=3.0, stop_timeout=4.0, start_attempts=2)
 
 
 @pytest.mark.parametrize(("site", "fault", "expected"), LIVES, ids=names(LIVES))
