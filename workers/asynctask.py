@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from billiard.einfo import ExceptionInfo
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Ignore, SoftTimeLimitExceeded, Terminated
@@ -139,6 +139,14 @@ class Job:
         # Celery does so from within a signal handler only in a cold shutdown; a revocation comes as a message.
         self.cancel(CancelReason.SHUTDOWN if in_signal_handler() else CancelReason.REVOKED)
 
+    def trace(self) -> Any:
+        """Have Celery's tracer run or conclude the task, and return what it tells, with errors `without_frames`."""
+        told = self.target(*self.args)
+        for each in told:
+            if isinstance(each, ExceptionInfo):
+                without_frames(each)
+        return told
+
     @property
     def awaits_coroutine(self) -> bool:
         """Whether the task is an `AsyncTask`; others run on the tracers' threads."""
@@ -181,7 +189,7 @@ def refusal_of(job: Job) -> ExceptionInfo | None:
     except Exception:
         logger.exception("Task %s could not be admitted", job.id)
         job.mark_accepted()  # Celery does not acknowledge the message of a task that fails before it began
-        return ExceptionInfo()
+        return caught()
     return None if admitted else exception_info(Ignore("there is nothing to do"))
 
 
@@ -213,6 +221,8 @@ def outcome_of(job: Job, coroutine: asyncio.Task[Any]) -> Outcome | ExceptionInf
     """
     if not coroutine.cancelled():
         error = coroutine.exception()
+        if isinstance(error, Ignore):
+            forget_frames(error)  # else Celery's tracer copies them all, half a megabyte, to tell nobody
         return Outcome(error=error) if error is not None else Outcome(coroutine.result())
     match job.cancel_reason:
         case CancelReason.REVOKED:
@@ -253,7 +263,35 @@ def exception_info(error: Exception) -> ExceptionInfo:
     try:
         raise error  # for a traceback, without which there is no ExceptionInfo
     except type(error):
-        return ExceptionInfo()
+        return caught()
+
+
+def caught() -> ExceptionInfo:
+    """Return the error that is being handled as Celery's error callback takes it."""
+    return without_frames(ExceptionInfo())
+
+
+def without_frames(info: ExceptionInfo) -> ExceptionInfo:
+    """Return ``info`` once its error has let go of the frames that it came through; their text stays in ``info``.
+
+    One of them is that of whoever made ``info``, and holds it: a cycle, and in it all that the frames worked on. Full
+    collections are rare (`workers.threads.calm_garbage_collector`), so the jobs of an hour would wait for one.
+    """
+    error = info.exception
+    forget_frames(error.exc if isinstance(error, ExceptionWithTraceback) else error)
+    return info
+
+
+def forget_frames(error: BaseException) -> None:
+    """Have ``error``, and what it was raised from or while handling, let go of the frames that they came through."""
+    errors: list[BaseException | None] = [error]
+    seen = set()
+    while errors:
+        each = errors.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            errors += each.__cause__, each.__context__
 
 
 class AsyncTask(Task):

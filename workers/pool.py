@@ -255,10 +255,10 @@ class AsyncioPool(BasePool):
         """Have Celery's tracer run or conclude the task, on a tracer's thread."""
         leave = enter(job)
         try:
-            result = job.target(*job.args)
-        except Exception:
+            result = job.trace()
+        except Exception as error:
             logger.exception("Task %s: its outcome could not be recorded", job.id)
-            self.post(job, job.on_error, ExceptionInfo())
+            self.post(job, job.on_error, exception_info(error))
         except BaseException as error:  # SystemExit of an ordinary task: the thread serves the next one
             logger.exception("Task %s ended its thread", job.id)
             self.post(job, job.on_error, exception_info(WorkerLostError(f"the task raised {error!r}")))

@@ -96,11 +96,26 @@ def calm_garbage_collector() -> None:
 
     With 10,000 jobs in flight one full collection stops every thread for 0.2 to 0.4 s (CPython 3.11, 2 cores), and with
     the default thresholds there is one every two seconds while they arrive. Cycles of a job's own die young: the
-    younger generations are collected as ever, in a few milliseconds.
+    younger generations are collected as ever, in a few milliseconds. For those that do not, see `collect_garbage`.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 1_000)
+
+
+async def collect_garbage(interval: float = 60.0, share: float = 0.001) -> None:
+    """Do a full collection every ``interval`` seconds until cancelled; less often if that takes too great a ``share``.
+
+    Cycles of long jobs, of hooks and of foreign clients grow old, and would be kept for days. With few jobs in flight
+    this takes milliseconds; with 10,000 it comes every five minutes or so. On the event loop, for what is found may be
+    a transport, which must be finalized there.
+    """
+    pause = interval
+    while True:
+        await asyncio.sleep(pause)
+        began = time.monotonic()
+        gc.collect()
+        pause = max(interval, (time.monotonic() - began) / share)
 
 
 class LoopThread:
@@ -183,10 +198,11 @@ class LoopThread:
         self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._lifespan())
-            watch = asyncio.create_task(self.lag.watch())
+            watches = [asyncio.create_task(self.lag.watch()), asyncio.create_task(collect_garbage())]
             self._ready.set_result(None)
             await self._stop.wait()
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             async with asyncio.timeout(self._exit_grace):
                 await stack.aclose()
 
