@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from producer import RolloutRequest, RolloutResult
-from producer.contract import ErrorKind, StopCondition
+from producer.contract import ErrorKind, Phase, StopCondition
 
 #: The variable by which the processes of a run's agents are found; its value is the run's token.
 RUN_VARIABLE = "CHAOS_RUN"
@@ -77,6 +77,15 @@ def requests(seed: str, agent: str, token: str, patience: float) -> Iterator[Rol
 
 
 def is_right(result: RolloutResult) -> bool:
-    """Whether the rollout came to what its agent does, whatever was broken meanwhile."""
+    """Whether the rollout came to what its agent does, whatever was broken meanwhile.
+
+    A gateway that is away at the very end, when the rollout is unregistered, is the error of a result that is complete.
+    """
     kind = KINDS.get(result.info.get("kind", ""))
-    return kind is not None and kind.is_right(result)
+    if kind is None:
+        return False
+    error = result.error
+    if error is not None and (error.kind, error.phase) == (ErrorKind.GATEWAY, Phase.CLEANUP):
+        condition = StopCondition.AGENT_TIMEOUT if result.agent_timed_out else StopCondition.COMPLETED
+        result = result.model_copy(update={"error": None, "stop_condition": condition})
+    return kind.is_right(result)

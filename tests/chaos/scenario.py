@@ -355,6 +355,7 @@ def _slack(options: Options, outcome: Outcome) -> float:
 FAULTS = (
     *("lost", "duplicates", "announced_twice", "unknown", "leaked"),
     *("recovered_late", "deaf_workers", "crashes", "late_exits", "errors"),
+    *("wrong_outcomes", "lease_errors", "queue_left", "left_to_the_command"),
 )
 
 

@@ -27,7 +27,6 @@ def test_a_round_of_everything_that_breaks_loses_nothing_and_leaves_nothing() ->
     print(json.dumps(numbers))
     assert {fault: numbers[fault] for fault in FAULTS if numbers[fault]} == {}, f"seed {SEED}"
     assert numbers["results"] == numbers["submitted"] > 20
-    assert numbers["lease_errors"] == []
     restarts, done = {"term_redis", "kill_redis"}, numbers["actions"]
     assert {*done} | restarts == {*ACTIONS, *PLATFORM_ACTIONS}
     assert {done[action] for action in {*ACTIONS} - restarts} == {2}, "on each of the systems"
