@@ -38,10 +38,11 @@ class Registration(BaseModel):
 class Trajectory(BaseModel):
     """Answer of ``trajectory``: everything the gateway recorded of one rollout; see `producer.contract` for a step.
 
-    The last four are the bundled gateway's own: ``failures`` are the latest model calls that failed, at most 20, each
+    The last five are the bundled gateway's own: ``failures`` are the latest model calls that failed, at most 20, each
     ``{status, message, turns}`` with what the agent was answered (they are no turns) and how many turns there were by
     then; ``failed_calls`` counts all of them; ``in_flight`` says that a model call was still running, whose turn is
-    therefore missing; ``idle_seconds`` is how long ago the last call ended, by the gateway's own clock.
+    therefore missing; ``idle_seconds`` is how long ago the last call ended, by the gateway's own clock;
+    ``integrity`` says what was checked, and whether a trainer can trust it (``ok``, ``problems``, ``branches``).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -58,6 +59,7 @@ class Trajectory(BaseModel):
     failed_calls: int = 0
     in_flight: bool = False
     idle_seconds: float | None = None
+    integrity: dict[str, Any] = Field(default_factory=dict)
 
 
 class Progress(BaseModel):

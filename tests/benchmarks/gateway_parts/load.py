@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 #: Seconds between the starts of two streams: what is measured is a thousand that run, and not a thousand that start.
-STAGGER = 0.001
+STAGGER = 0.004
 STAMP = re.compile(rb'"@([0-9.]+)"')
 
 

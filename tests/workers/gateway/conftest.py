@@ -136,7 +136,7 @@ class ModelServer:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append(dict(request.headers) | {"x-client-port": str(request.client and request.client.port)})
         answer = self.answers.pop(0) if self.answers else completion()
         self.running += 1
         self.most_running = max(self.most_running, self.running)

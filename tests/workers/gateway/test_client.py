@@ -33,7 +33,7 @@ async def hold(client: HttpGateway, url: str, _: Any) -> None:
 
 
 #: What our gateway's trajectories tell beside the protocol's fields, where there is nothing to tell.
-OURS = {"failures": [], "failed_calls": 0, "in_flight": False, "idle_seconds": None}
+OURS = {"failures": [], "failed_calls": 0, "in_flight": False, "idle_seconds": None, "integrity": {}}
 
 
 def exchange(name: str) -> Any:

@@ -97,6 +97,16 @@ def test_an_upstream_that_says_nothing_is_504(gateway_with: Callable[..., Any]) 
     assert "0.05 s" in answer.json()["detail"]
 
 
+def test_readiness_does_not_wait_for_an_upstream_that_says_nothing(
+    gateway_with: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.gateway.server.upstream.READY_TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        gateway = gateway_with(upstream=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        answer = gateway.get("/readyz")
+    assert (answer.status_code, answer.json()["status"]) == (503, "upstream unavailable")
+
+
 def serve_raw(answers: list[bytes]) -> tuple[socket.socket, threading.Thread]:
     """Answer one connection after the other with raw bytes, then close it; an empty answer only closes."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -213,6 +223,20 @@ def test_an_answer_that_is_nested_too_deep_is_malformed(gateway: Any, model: Any
     assert b"upstream_malformed" in gateway.chat(rollout, stream=stream).content
     recorded = gateway.trajectory(rollout)
     assert (recorded["num_turns"], recorded["failures"][0]["status"]) == (0, 502)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_is_none_passes_and_is_recorded_with_question_marks(gateway: Any, model: Any, stream: bool) -> None:
+    rollout, part = gateway.register(), "delta" if stream else "message"
+    body = b'{"choices": [{"%s": {"role": "assistant", "content": "a\\ud800z"}, "finish_reason": "stop"}]}'
+    body %= part.encode()
+    model.will((lambda _: model.events([b"data: " + body + b"\n\n"])) if stream else Response(body, 200))
+    answer = gateway.chat(rollout, stream=stream)
+    recorded = gateway.trajectory(rollout)
+    if b"upstream_malformed" in answer.content:
+        assert recorded["failed_calls"] == 1
+    else:
+        assert recorded["trajectory"][0]["completion"][0]["content"] == "a?z"
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -217,3 +217,21 @@ def test_a_streamed_call_that_fails_before_its_first_byte_has_a_status_of_its_ow
     answer = gateway.chat(rollout, stream=True)
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "upstream_malformed")
     assert [failure["status"] for failure in gateway.trajectory(rollout)["failures"]] == [400, 502]
+
+
+def test_a_long_stream_is_recorded_whole(
+    gateway: Any, model: Any, answer_of: Callable[..., Any], events_of: Callable[..., list[bytes]]
+) -> None:
+    rollout, text = gateway.register(), "abcdefghij" * 200  # some hundred kilobytes of chunks: kept in several pieces
+    model.will(answer_of(text))
+    assert stream_of(gateway, rollout).count(b"data: ") == 2003
+    step = gateway.trajectory(rollout)["trajectory"][0]
+    assert step["completion"][0]["content"] == text
+    assert step["tokens"]["completion_ids"] == [ord(c) for c in text]
+
+
+def test_the_second_stream_of_a_rollout_uses_the_connection_of_the_first(gateway: Any, model: Any) -> None:
+    rollout = gateway.register()
+    for _ in range(3):
+        stream_of(gateway, rollout)
+    assert len({headers["x-client-port"] for headers in model.headers}) == 1

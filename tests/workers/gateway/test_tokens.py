@@ -100,3 +100,22 @@ def test_a_server_that_refuses_unknown_fields_need_not_be_asked(
     gateway = gateway_with(upstream=model_url, ask_tokens=False)
     gateway.chat(gateway.register())
     assert model.requests[0].keys() == {"model", "messages"}
+
+
+def test_sglangs_meta_info(gateway: Any, model: Any, answer_of: Callable[..., Any]) -> None:
+    rollout = gateway.register(sampling_params={"extra_body": {"return_meta_info": True}})
+    meta = {"output_token_logprobs": [[-0.5, 7, "o"], [-0.25, 8, "k"]], "routed_experts": [[1]], "id": "x"}
+    choice = {"token_ids": None, "prompt_token_ids": [1, 2], "meta_info": meta}
+    model.will(answer_of("ok", choice=choice, prompt_token_ids=None))
+    assert gateway.chat(rollout).status_code == 200
+    assert model.requests[0]["return_meta_info"] is True
+    tokens = gateway.trajectory(rollout)["trajectory"][0]["tokens"]
+    assert (tokens["prompt_ids"], tokens["completion_ids"]) == ([1, 2], [7, 8])
+    assert (tokens["completion_logprobs"], tokens["routed_experts"]) == ([-0.5, -0.25], [[1]])
+
+
+@pytest.mark.parametrize("sampled", [5, [5], [[]], [[-0.5]], ["ab"]])
+def test_sglangs_meta_info_that_is_none_is_an_error(answer_of: Callable[..., Any], sampled: Any) -> None:
+    choice = {"token_ids": None, "logprobs": None, "meta_info": {"output_token_logprobs": sampled}}
+    with pytest.raises(TokenError):
+        read_tokens(answer_of("ok", choice=choice))

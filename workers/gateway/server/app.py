@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from workers.gateway.server.journal import Journal
 from workers.gateway.server.jsonio import parse_object
 from workers.gateway.server.metrics import Metrics
 from workers.gateway.server.openapi import document
+from workers.gateway.server.peers import FORWARDED, Peers
 from workers.gateway.server.recorder import REGISTRATION_TTL, RecordedRollout, Recorder, key_digest
 from workers.gateway.server.relay import Relay
 from workers.gateway.server.snapshot import restore
-from workers.gateway.server.upkeep import keep_tidy, settle_when_idle
+from workers.gateway.server.upkeep import keep_tidy, settle_when_idle, unending
 from workers.gateway.server.upstreams import UpstreamLimits, Upstreams
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class State:
     control_key: bytes | None
     inner_hosts: frozenset[str]
     max_body_bytes: int
+    peers: Peers | None = None
     metrics: Metrics = field(init=False)
 
     async def read_body(self, exchange: Exchange) -> bytes:
@@ -82,6 +85,7 @@ def create_app(
     registration_ttl: float = REGISTRATION_TTL,
     inner_hosts: frozenset[str] = frozenset(),
     instance: str | None = None,
+    peers: Peers | None = None,
 ) -> GatewayApp:
     """Build the rollout gateway as an ASGI application.
 
@@ -92,6 +96,7 @@ def create_app(
     ``control_key``, it is wanted on everything but the model calls. ``journal`` is a directory of this process alone.
     ``pause_limit`` bounds how long a paused call is held, ``registration_ttl`` how long a rollout is remembered that
     nobody asks anything of. ``inner_hosts`` are host names under which ``/admin`` and ``/metrics`` answer too.
+    ``peers`` are the other processes that serve beside this one.
 
     Raises:
         ValueError: an upstream is no http(s) URL.
@@ -111,6 +116,7 @@ def create_app(
         control_key=key_digest(control_key) if control_key else None,
         inner_hosts=inner_hosts,
         max_body_bytes=max_body_bytes,
+        peers=peers,
     )
     state.metrics = state.calls.metrics = Metrics(state)
     if opened is not None:
@@ -175,6 +181,10 @@ class GatewayApp:
         rollout_id, _, rest = path[len(_ROLLOUTS) :].partition("/")
         if not _ID.fullmatch(rollout_id):
             raise GatewayRefusal(404, "Not Found")
+        peers = self.state.peers
+        if peers and (owner := peers.owner(rollout_id)) and not exchange.header(FORWARDED):
+            await peers.pass_on(exchange, owner, await self.state.read_body(exchange))
+            return
         dialect = self._calls.get(rest)
         if dialect is not None:
             _only(exchange, "POST")
@@ -290,9 +300,10 @@ class GatewayApp:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                work = [settle_when_idle(self.state.recorder), self.state.upstreams.watch()]
-                work.append(keep_tidy(self.state.recorder, self.state.journal))
-                self._background = [asyncio.ensure_future(each) for each in work]
+                recorder, journal = self.state.recorder, self.state.journal
+                work = [partial(settle_when_idle, recorder), partial(keep_tidy, recorder, journal)]
+                work.append(partial(self.state.upstreams.watch))
+                self._background = [asyncio.create_task(unending(each)) for each in work]
                 await send({"type": "lifespan.startup.complete"})
             else:
                 await self._close()
@@ -304,6 +315,8 @@ class GatewayApp:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.state.upstreams.aclose()
+        if self.state.peers is not None:
+            self.state.peers.close()
         if self.state.journal is not None:
             await asyncio.to_thread(self.state.journal.close)
 

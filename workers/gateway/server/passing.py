@@ -75,7 +75,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.count = 0
-        self._blocks: list[bytes] = []
+        self._frames: list[bytes] = []
         self._lines: list[bytes] = []
         self._size = 0
 
@@ -85,13 +85,15 @@ class Lines:
         self.count += 1
         self._size += len(data)
         if self._size > _BLOCK:
-            self._blocks.append(zstandard.compress(b"\n".join(self._lines), 1))
+            self._frames.append(zstandard.compress(b"\n".join([*self._lines, b""]), 1))
             self._lines, self._size = [], 0
 
-    def joined(self) -> bytes:
+    def payload(self) -> Payload:
         """Return all of them."""
-        tail = [b"\n".join(self._lines)] if self._lines else []
-        return b"\n".join([*map(zstandard.decompress, self._blocks), *tail])
+        tail = b"\n".join(self._lines)
+        if not self._frames:
+            return Payload(tail, chunks=True)
+        return Payload(b"".join([*self._frames, zstandard.compress(tail, 1)]), chunks=True, packed=True)
 
 
 class ChatPassing:
@@ -149,15 +151,12 @@ class ChatPassing:
 
     def payload(self) -> Payload:
         """Return the chunks."""
-        return Payload.of(self._lines.joined(), chunks=True)
+        return self._lines.payload()
 
     def partial(self) -> Payload | None:
         """Return the chunks, if the model said anything."""
         payload = self.payload()
-        assembler = CompletionAssembler()
-        for line in self._lines.joined().split(b"\n") if self._lines.count else []:
-            assembler.feed(line)
-        return payload if assembler.started and self._error is None else None
+        return payload if payload.assembled().started and self._error is None else None
 
     def _takes(self, event: bytes) -> bool:
         """Keep an event for the record; return whether the agent gets it."""

@@ -11,16 +11,12 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import msgspec
 import orjson
 
 from workers.gateway.server.answers import read_answer, usage_counts
 from workers.gateway.server.nesting import MAX_NESTING
 from workers.gateway.server.streaming import CompletionAssembler
-
-try:
-    import msgspec
-except ImportError:  # everything is parsed, then: slower, and the same
-    msgspec = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,91 +40,109 @@ class ChunkScan:
 
 _PLAIN = ChunkScan()
 
-if msgspec is not None:
 
-    class _Call(TypedDict, total=False):
-        id: Any
+class _Call(TypedDict, total=False):
+    id: Any
 
-    class _Message(msgspec.Struct, gc=False):
-        tool_calls: list[_Call] | None = None
 
-    class _Usage(msgspec.Struct, gc=False):
-        prompt_tokens: int = 0
-        completion_tokens: int = 0
+class _Message(msgspec.Struct, gc=False):
+    tool_calls: list[_Call] | None = None
 
-    class _Choice(msgspec.Struct):
-        message: msgspec.Raw
 
-    class _Answer(msgspec.Struct):
-        choices: list[_Choice]
-        usage: _Usage | None = None
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
-    class _Function(msgspec.Struct, gc=False):
-        name: str | None = None
-        arguments: str | None = None
 
-    class _Part(msgspec.Struct, gc=False):
-        function: _Function | None = None
+class _Choice(msgspec.Struct):
+    message: msgspec.Raw
 
-    class _Delta(msgspec.Struct, gc=False):
-        tool_calls: list[_Part] | None = None
 
-    class _Chosen(msgspec.Struct, gc=False):
-        index: int = 0
-        delta: _Delta | None = None
-        finish_reason: str | None = None
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
 
-    class _Chunk(msgspec.Struct, gc=False):
-        choices: list[_Chosen] | None = None
-        usage: _Usage | None = None
-        error: Any = None
 
-    class _Logprob(TypedDict, total=False):
-        id: Any
-        logprob: Any
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
 
-    class _Logprobs(TypedDict, total=False):
-        content: list[_Logprob] | None
 
-    class _Recorded(TypedDict, total=False):
-        message: dict[str, Any]
-        finish_reason: Any
-        token_ids: list[int] | None
-        prompt_token_ids: list[int] | None
-        logprobs: _Logprobs | None
-        routed_experts: Any
+class _Part(msgspec.Struct, gc=False):
+    function: _Function | None = None
 
-    class _Completion(TypedDict, total=False):
-        id: Any
-        choices: list[_Recorded]
-        usage: Any
-        prompt_token_ids: list[int] | None
 
-    _answers = msgspec.json.Decoder(_Answer)
-    _messages = msgspec.json.Decoder(_Message)
-    _chunks = msgspec.json.Decoder(_Chunk)
-    _completions = msgspec.json.Decoder(_Completion)
+class _Delta(msgspec.Struct, gc=False):
+    tool_calls: list[_Part] | None = None
+
+
+class _Chosen(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Chosen] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Logprob(TypedDict, total=False):
+    id: Any
+    logprob: Any
+
+
+class _Logprobs(TypedDict, total=False):
+    content: list[_Logprob] | None
+
+
+class _Meta(TypedDict, total=False):
+    output_token_logprobs: Any
+    routed_experts: Any
+
+
+class _Recorded(TypedDict, total=False):
+    message: dict[str, Any]
+    finish_reason: Any
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    logprobs: _Logprobs | None
+    routed_experts: Any
+    meta_info: _Meta | None
+
+
+class _Completion(TypedDict, total=False):
+    id: Any
+    choices: list[_Recorded]
+    usage: Any
+    prompt_token_ids: list[int] | None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_messages = msgspec.json.Decoder(_Message)
+_chunks = msgspec.json.Decoder(_Chunk)
+_completions = msgspec.json.Decoder(_Completion)
 
 
 def scan_answer(body: bytes) -> AnswerScan:
     """Look at a whole answer; raises `UpstreamError` (502) when it is no chat completion."""
-    if msgspec is not None:
-        try:
-            answer = _answers.decode(body)
-            message = bytes(answer.choices[0].message)
-            _messages.decode(message)
-        except (msgspec.MsgspecError, IndexError, RecursionError):
-            pass
-        else:
-            if not _may_be_deep(message):
-                usage = answer.usage or _Usage()
-                return AnswerScan(usage.prompt_tokens, usage.completion_tokens)
+    try:
+        answer = _answers.decode(body)
+        message = bytes(answer.choices[0].message)
+        _messages.decode(message)
+    except (msgspec.MsgspecError, IndexError, RecursionError):
+        pass
+    else:
+        if not _may_be_deep(message):
+            usage = answer.usage or _Usage()
+            return AnswerScan(usage.prompt_tokens, usage.completion_tokens)
     return AnswerScan(*usage_counts(read_answer(body)))
 
 
 def scan_chunk(data: bytes) -> ChunkScan:
     """Look at a stream's chunk; raises `ValueError` when it is none."""
-    if msgspec is not None and not _may_be_deep(data):
+    if not _may_be_deep(data):
         try:
             chunk = _chunks.decode(data)
         except (msgspec.MsgspecError, RecursionError):
@@ -148,18 +162,27 @@ def completion_of(body: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it cannot be read: some of its strings are no text, which a scan does not see.
     """
-    if msgspec is not None:
-        try:
-            found: Any = _completions.decode(body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            pass
-        else:
-            return dict(found)
     try:
-        parsed: dict[str, Any] = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        parsed = json.loads(body.decode(errors="replace"))
+        found: Any = _completions.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        pass
+    else:
+        return dict(found)
+    parsed: dict[str, Any] = tolerant_loads(body)
     return parsed
+
+
+def tolerant_loads(data: bytes) -> Any:
+    """Parse JSON that was passed on already; what is no text in its strings becomes question marks.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        parsed = json.loads(data.decode(errors="replace"))
+        return orjson.loads(json.dumps(parsed, ensure_ascii=False).encode(errors="replace"))
 
 
 def _parsed_chunk(data: bytes) -> ChunkScan:

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from workers.gateway.server.app import MAX_BODY_BYTES, GatewayApp, create_app
 from workers.gateway.server.guard import GuardedProtocol
+from workers.gateway.server.peers import Peers
 from workers.gateway.server.recorder import REGISTRATION_TTL
 from workers.gateway.server.upstream import base_url
 from workers.gateway.server.upstreams import UpstreamLimits
@@ -47,6 +48,8 @@ class GatewaySettings(BaseSettings):
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0, description="Largest request body that is read.")
     journal: Path | None = Field(default=None, description="Directory in which registrations and calls are kept.")
     instance: str | None = Field(default=None, description="Name of this process, in health and in every answer.")
+    peers: str = Field(default="", description="URLs of all gateway processes that serve side by side, this one too.")
+    own_url: str | None = Field(default=None, description="This process's own among them.")
     registration_ttl: float = Field(default=REGISTRATION_TTL, gt=0, description="Idle seconds of a registration.")
     pause_limit: float = Field(default=600.0, gt=0, description="Seconds that a pause may hold a model call.")
     shutdown_grace: float = Field(default=30.0, ge=0, description="Seconds that calls in flight have at a shutdown.")
@@ -103,6 +106,7 @@ def gateway_app(settings: GatewaySettings) -> GatewayApp:
         registration_ttl=settings.registration_ttl,
         inner_hosts=frozenset(_listed(settings.inner_hosts)),
         instance=settings.instance,
+        peers=_peers(settings),
     )
 
 
@@ -156,6 +160,15 @@ def _startup_line(settings: GatewaySettings, listener: socket.socket, app: Gatew
         "GET /v1/rollouts/ID/{trajectory,progress,models}, POST /admin/{pause,resume}, "
         "GET /{admin/status,healthz,readyz,metrics,openapi.json}"
     )
+
+
+def _peers(settings: GatewaySettings) -> Peers | None:
+    urls = _listed(settings.peers)
+    if not urls:
+        return None
+    if settings.own_url is None:
+        raise ValueError("ROLLOUTS_GATEWAY_OWN_URL is not set: which of ROLLOUTS_GATEWAY_PEERS is this process?")
+    return Peers(settings.own_url, urls, settings.upstream_timeout + settings.pause_limit + 60)
 
 
 def _listed(text: str) -> list[str]:

@@ -1,10 +1,12 @@
 """What the model sampled: token ids and logprobs, read from whatever the upstream gives and never invented.
 
 Sources, in this order: vLLM with ``return_token_ids`` (``prompt_token_ids`` at the top or in the choice, ``token_ids``
-in the choice, logprobs in ``logprobs.content[].logprob``), then llama.cpp's server (``logprobs.content[].id`` and
-``.logprob``). llama.cpp does not tell the prompt's ids: ``prompt_ids`` is then ``[]``, and `Tokens.prompt_length` comes
-from ``usage.prompt_tokens``, so that ``max_seq_len`` still counts the prompt. Anything inconsistent (numbers of ids and
-logprobs that differ, an id that is no integer, a logprob that is not finite) gives no tokens at all and a sentence.
+in the choice, logprobs in ``logprobs.content[].logprob``); SGLang (the same fields with ``return_token_ids``; with
+``return_meta_info``, ``meta_info.output_token_logprobs`` of ``[logprob, id, text]`` in the choice; neither when it
+streams); llama.cpp's server (``logprobs.content[].id`` and ``.logprob``). llama.cpp does not tell the prompt's ids:
+``prompt_ids`` is then ``[]``, and `Tokens.prompt_length` comes from ``usage.prompt_tokens``, so that ``max_seq_len``
+still counts the prompt. Anything inconsistent (numbers of ids and logprobs that differ, an id that is no integer, a
+logprob that is not finite) gives no tokens at all and a sentence.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ def read_tokens(completion: dict[str, Any]) -> Tokens | None:
     choice = completion["choices"][0]
     entries = _logprob_entries(choice)
     ids = _list_of("token_ids", choice.get("token_ids"))
+    if ids is None and (sampled := _meta_of(choice).get("output_token_logprobs")):
+        entries = _sglang_entries(sampled)
     if ids is None:
         ids = [entry.get("id") for entry in entries or ()]
         if not ids or all(value is None for value in ids):
@@ -82,7 +86,7 @@ def read_tokens(completion: dict[str, Any]) -> Tokens | None:
         completion_ids=_ids("token_ids", ids),
         logprobs=_logprobs(entries),
         prompt_length=len(prompt_ids) if prompt_ids else counted if isinstance(counted, int) else 0,
-        routed_experts=choice.get("routed_experts"),
+        routed_experts=_first_not_none(choice.get("routed_experts"), _meta_of(choice).get("routed_experts")),
     )
 
 
@@ -108,6 +112,18 @@ def _logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TokenError("logprobs.content is not a list of objects")
     return entries
+
+
+def _meta_of(choice: dict[str, Any]) -> dict[str, Any]:
+    meta = choice.get("meta_info")
+    return meta if isinstance(meta, dict) else {}
+
+
+def _sglang_entries(sampled: Any) -> list[dict[str, Any]]:
+    try:
+        return [{"logprob": entry[0], "id": entry[1]} for entry in sampled]
+    except (TypeError, LookupError):
+        raise TokenError("output_token_logprobs is not a list of [logprob, id, text]") from None
 
 
 def _list_of(name: str, value: Any) -> list[Any] | None:

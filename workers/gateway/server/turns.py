@@ -19,7 +19,7 @@ import orjson
 import zstandard
 
 from workers.gateway.server.answers import Message, answer_message, normalise
-from workers.gateway.server.scan import completion_of
+from workers.gateway.server.scan import completion_of, tolerant_loads
 from workers.gateway.server.streaming import CompletionAssembler
 from workers.gateway.server.tokens import TokenError, Tokens, counted_tokens, read_tokens
 from workers.gateway.server.tokenstore import TokenSpan, TokenStore, TokenStream, common_prefix
@@ -32,28 +32,36 @@ _KIN = ("role", "name", "tool_calls", "tool_call_id")
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The upstream's answer in bytes: a chat completion, or the chunks of one, a line each (``chunks``)."""
+    """The upstream's answer in bytes: a chat completion, or the chunks of one, a line each (``chunks``).
+
+    ``packed``: they are zstd's, in one frame or several.
+    """
 
     data: bytes
     chunks: bool = False
     packed: bool = False
 
     @classmethod
-    def of(cls, data: bytes, *, chunks: bool = False) -> Payload:
-        """Return a payload, compressed if it is large."""
-        if len(data) < PACK_FROM:
-            return cls(data, chunks)
-        return cls(zstandard.compress(data, 1), chunks, packed=True)
+    def of(cls, data: bytes) -> Payload:
+        """Return a completion's payload, compressed if it is large."""
+        return cls(data) if len(data) < PACK_FROM else cls(zstandard.compress(data, 1), packed=True)
 
     def completion(self) -> dict[str, Any]:
         """Return it as a chat completion; raises `ValueError` when it cannot be read."""
-        data = zstandard.decompress(self.data) if self.packed else self.data
-        if not self.chunks:
-            return completion_of(data)
+        return self.assembled().completion() if self.chunks else completion_of(self._plain())
+
+    def assembled(self) -> CompletionAssembler:
+        """Return what puts the chunks together, with all of them in it; raises `ValueError`."""
         assembler = CompletionAssembler()
-        for line in data.split(b"\n"):
-            assembler.feed(line)
-        return assembler.completion()
+        for line in self._plain().split(b"\n"):
+            if line:
+                assembler.add(tolerant_loads(line))
+        return assembler
+
+    def _plain(self) -> bytes:
+        if not self.packed:
+            return self.data
+        return zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(self.data)
 
 
 @dataclass(slots=True)

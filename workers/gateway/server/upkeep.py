@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from workers.gateway.server.journal import Journal
 from workers.gateway.server.recorder import Recorder
@@ -38,3 +40,13 @@ async def keep_tidy(recorder: Recorder, journal: Journal | None) -> None:
             logger.info("forgot %d rollouts that nobody asked anything of: %s", len(expired), expired[:10])
         if journal is not None and journal.is_due:
             await journal.compact(snapshots(recorder))
+
+
+async def unending(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Begin ``work`` again when it fails by a fault: none of it may stop for one rollout's sake."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the gateway's upkeep failed by a fault of its own, and goes on")
+        await asyncio.sleep(_UPKEEP_INTERVAL)

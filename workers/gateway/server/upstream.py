@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
 import time
@@ -99,7 +100,11 @@ class ModelServer:
         request = self._request(b"GET", f"{self._path}/models", b"")
         self.checked = time.monotonic()
         try:
-            answer = await self._send(request, READY_TIMEOUT)
+            async with asyncio.timeout(READY_TIMEOUT):
+                answer = await self._send(request)
+        except TimeoutError:
+            message = f"The model's server at {self.base_url} did not answer for {READY_TIMEOUT:g} s."
+            raise UpstreamError(504, message, "upstream_timeout") from None
         except (ConnectFailedError, DroppedError, SilentError) as error:
             raise self._mapped(error) from None
         self._connections.release(answer)
@@ -131,7 +136,7 @@ class ModelServer:
         """Close idle connections."""
         self._connections.close()
 
-    async def _send(self, request: bytes, timeout: float | None = None) -> Answer:
+    async def _send(self, request: bytes) -> Answer:
         try:
             return await self._answered(await self._connections.send(request))
         except DroppedError as error:

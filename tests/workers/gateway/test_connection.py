@@ -1,0 +1,102 @@
+"""HTTP to a model server: whatever way its bytes are cut, the same stream comes out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.gateway.server.connection import Answer, Connection, DroppedError, SilentError
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Transport:
+    """What a connection writes to; it does nothing."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def framed(parts: list[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def answered(pieces: list[bytes], *, flow: bool = False) -> tuple[bytes, Connection, Answer]:
+    """Feed a connection, and return the stream that came out, taken part by part or through a sink."""
+
+    async def body() -> tuple[bytes, Connection, Answer]:
+        connection = Connection(asyncio.get_running_loop(), 20)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        answer = connection.send(b"request")
+        found: list[bytes] = []
+
+        async def read() -> None:
+            await answer.head()
+            while part := await answer.next():
+                found.append(part)
+                if flow:
+                    await answer.flow(lambda data: found.append(data) is None)
+
+        reading = asyncio.create_task(read())
+        for piece in pieces:
+            connection.data_received(piece)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reading, 20)
+        return b"".join(found), connection, answer
+
+    return asyncio.run(body())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=6), st.data(), st.booleans())
+def test_a_stream_is_the_same_however_its_bytes_are_cut(parts: list[bytes], data: Any, flow: bool) -> None:
+    whole = HEAD + framed(parts)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    found, connection, _ = answered(pieces, flow=flow)
+    assert found == b"".join(parts)
+    assert connection.release()  # all of it came, so the connection carries the next call
+
+
+@pytest.mark.parametrize("flow", [False, True])
+def test_a_chunk_a_piece_as_a_slow_stream_has_it(flow: bool) -> None:
+    parts = [b"data: %d\n\n" % n for n in range(20)] + [b"5\r\nx\r\n", b"\r\n", b"0\r\n\r\n", b"a" * 300]
+    pieces = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
+    found, connection, _ = answered([HEAD, *pieces, b"0\r\n\r\n"], flow=flow)
+    assert found == b"".join(parts)
+    assert connection.release()
+
+
+def test_what_is_no_http_is_dropped() -> None:
+    with pytest.raises(DroppedError):
+        answered([b"SMTP ready\r\n"])
+    with pytest.raises(DroppedError):
+        answered([HEAD, b"zz\r\nabc\r\n"])
+    with pytest.raises(DroppedError):
+        answered([b"HTTP/1.1 200 OK\r\n" + b"x: yyyyyyyy\r\n" * 20_000])
+
+
+def test_a_head_that_is_cut_in_two_chunks_is_read_by_the_parser() -> None:
+    found, _, _ = answered([HEAD, b"3\r\nabc\r\n2\r\n", b"de\r\n0\r\n\r\n"])
+    assert found == b"abcde"
+
+
+def test_a_silent_server_is_given_up() -> None:
+    async def body() -> None:
+        connection = Connection(asyncio.get_running_loop(), 0.02)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        with pytest.raises(SilentError):
+            await connection.send(b"request").head()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
