@@ -48,6 +48,14 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, REFUSED) or (isinstance(error, rx.ResponseError) and "permissions" in str(error))
 
 
+def what_redis_does(error: Exception) -> str:
+    """Say in three words whether Redis refuses this user, or something else that may pass is wrong, for log lines."""
+    if is_refusal(error):
+        return "Redis refuses it"
+    away = isinstance(error, rx.ConnectionError | rx.TimeoutError)
+    return "Redis does not answer" if away else "Redis cannot do it"
+
+
 def explained(error: Exception, url: str) -> str:
     """Say in one sentence why the Redis at ``url`` cannot be used, and what to do; the password is not in it."""
     said = str(error) or type(error).__name__

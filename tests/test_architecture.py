@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = sorted([*(ROOT / "producer").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
 MAX_LINES = 400
+MAX_BODY = 60
 
 #: Modules of a folder may not import the other folders or modules named here.
 FORBIDDEN = {
@@ -79,6 +80,16 @@ def test_a_module_stays_readable(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) < MAX_LINES
     assert ast.get_docstring(ast.parse(text)), "a module says what it is for"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_function_is_read_on_one_screen(path: Path) -> None:
+    """Its body is counted; the options of a command stand in its signature."""
+    functions = [
+        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lines = {function.name: (function.end_lineno or 0) - function.body[0].lineno + 1 for function in functions}
+    assert {name: count for name, count in lines.items() if count > MAX_BODY} == {}
 
 
 def test_nothing_is_pickled() -> None:

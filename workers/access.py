@@ -93,6 +93,7 @@ def _refused_commands(client: redis.Redis, database: int) -> dict[str, Exception
     """Return the refused ones of commands that do nothing where they are allowed, by what they are."""
     probes: tuple[tuple[Any, ...], ...] = (
         ("TIME",),
+        ("INFO", "server"),
         ("HDEL", broker.job_key(_NOBODY), "field"),
         ("ZREM", broker.PENDING, _NOBODY),
         ("XLEN", broker.stream_key(_NOBODY)),

@@ -13,9 +13,12 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Requests that are answered at one time; more are hung up on.
 _MOST_REQUESTS = 16
-#: Seconds that a client has to send its request.
+#: Seconds that a client has to send its request, all of it.
 _PATIENCE = 5.0
 #: Seconds that `probe` waits for an answer.
 _PROBE_LIMIT = 4.0
@@ -112,16 +115,37 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.answer = answer
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._asking: dict[socket.socket, float] = {}  # who has not sent all of its request, and since when
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, and ask no name server for the host's name, as `http.server` would: it may not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def service_actions(self) -> None:
+        """Hang up on who takes too long to ask: a limit of each read is none for who sends a byte now and then."""
+        now = time.monotonic()
+        for connection, since in list(self._asking.items()):
+            if now - since > _PATIENCE:
+                self.has_asked(connection)
+                with suppress(OSError):  # it is closed already
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def has_asked(self, connection: socket.socket) -> None:
+        """Note that this client's request is complete, or over."""
+        self._asking.pop(connection, None)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, or hang up when too many are being answered."""
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._asking[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
+            self.has_asked(request)
             self._slots.release()
             raise
 
@@ -130,6 +154,7 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.has_asked(request)
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -147,6 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer; a failure in what is asked is 500, never silence."""
+        self.server.has_asked(self.connection)
         try:
             status, content_type, body = self.server.answer(
                 self.path.partition("?")[0], self.headers.get("Authorization", "")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -133,8 +134,8 @@ async def _bounded(work: Awaitable[T], timeout: float | None) -> T:
         return await work
 
 
-async def first_of(*works: Awaitable[object], timeout: float) -> bool:
-    """Wait until one of ``works`` ends, then cancel the others; False when ``timeout`` seconds pass first.
+async def first_of(*works: Awaitable[T], timeout: float) -> T | None:
+    """Return what the first of ``works`` to end returns and cancel the others; None after ``timeout`` seconds.
 
     Raises what the first one raised; of several that end in the same turn of the loop, the one that is named first.
     """
@@ -143,10 +144,33 @@ async def first_of(*works: Awaitable[object], timeout: float) -> bool:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task in done:
-                task.result()
-                return True
-        return False
+                return task.result()
+        return None
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_own_thread(function: Callable[[], T], *, name: str) -> T:
+    """Call ``function`` in a new thread of that ``name``; those of `asyncio.to_thread` may all be in hooks that block.
+
+    What it returns or raises is dropped if this is cancelled, or if the loop has ended, before it is known.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_: Callable[[Any], None], value: object) -> None:
+        if not outcome.done():
+            set_(value)
+
+    def run() -> None:
+        try:
+            told: tuple[Callable[[Any], None], object] = outcome.set_result, function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            told = outcome.set_exception, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, *told)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -43,15 +44,30 @@ _OWNER: dict[Phase, type[RolloutError]] = {
 ValueT = TypeVar("ValueT")
 
 
-def log(rollout: Rollout, stage: str, message: str, *args: object, level: int = logging.INFO) -> None:
-    """Log one sentence about ``rollout`` with its structured fields."""
+def log(
+    rollout: Rollout,
+    stage: str,
+    message: str,
+    *args: object,
+    level: int = logging.INFO,
+    error: BaseException | None = None,
+) -> None:
+    """Log one sentence about ``rollout`` with its structured fields, and the traceback of ``error``.
+
+    Both without the rollout's secrets: errors quote what hooks, agents and platforms have said.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    text = f"{stage}: {message % args if args else message}"
+    if error is not None:  # not as ``exc_info``, which a handler would format as it is
+        text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     fields = {
         "stage": stage,
         "rollout_id": rollout.request.rollout_id,
         "attempt": rollout.attempt,
         "worker": rollout.worker,
     }
-    logger.log(level, f"{stage}: {message}", *args, extra=fields)
+    logger.log(level, "%s", rollout.redacted(text), extra=fields)
 
 
 @asynccontextmanager
@@ -69,7 +85,7 @@ async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> A
     except Exception as error:
         if scope.expired():
             raise _OWNER[phase](f"phase {phase} took longer than its deadline of {limit} s", phase=phase) from None
-        logger.exception("unexpected error in phase %s of %s", phase, rollout.request.rollout_id)
+        log(rollout, phase, "unexpected error", level=logging.ERROR, error=error)
         raise _OWNER[phase](f"unexpected {type(error).__name__}: {error}", phase=phase) from error
     finally:
         rollout.durations[phase.value] = time.monotonic() - began
@@ -128,8 +144,8 @@ class Cleanup:
             self._failed(error)
         except TimeoutError:
             self._failed(SandboxError(f"clean-up took longer than its deadline of {limit} s"))
-        except Exception as error:
-            logger.exception("unexpected error in the clean-up of %s", self._rollout.request.rollout_id)
+        except Exception as error:  # noqa: BLE001 - logged, with its traceback
+            log(self._rollout, "cleanup", "unexpected error", level=logging.ERROR, error=error)
             self._failed(SandboxError(f"clean-up failed: {error!r}"))
 
     def _failed(self, error: RolloutError) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -76,6 +77,9 @@ class Breaker:
         self._last: dict[ErrorKind, tuple[float, str]] = {}  # when each failed last (Unix seconds), and its words
         self._since = 0.0  # when it opened last, in `time.monotonic` seconds
         self._until = 0.0
+        self._cap: int | None = None
+        self._probed = 0.0  # when the probe began, in `time.monotonic` seconds
+        self._lock = threading.Lock()  # of the state and the limit: `released` comes from other threads
 
     def watch(self, rollout: Rollout) -> None:
         """Learn from how far an attempt comes, while it runs: its agent may take hours."""
@@ -85,6 +89,19 @@ class Breaker:
         """Learn from the error with which an attempt has ended."""
         if is_infrastructure(error):
             self._failed(error)
+
+    def released(self, claimed_at: float) -> None:
+        """Learn that a rollout is about to be held no more that was claimed at this time (`time.monotonic`).
+
+        From any thread. Its place is not for another: one probe is let in, however many of the old ones end meanwhile.
+        """
+        with self._lock:
+            if self.state is State.PROBING and claimed_at < self._probed and self._cap is not None:
+                self._set_limit(max(1, self._cap - 1))
+
+    def _set_limit(self, cap: int | None) -> None:
+        self._cap = cap
+        self._limit(cap)
 
     def _entered(self, rollout: Rollout, phase: Phase) -> None:
         if kind := PROVEN_BY.get(phase):
@@ -128,20 +145,23 @@ class Breaker:
         # One that began before it opened proves nothing about now.
         if self.kind is kind and self.state is State.PROBING and rollout.began >= self._since:
             logger.warning("%s works again: taking rollouts", kind, extra={"stage": "breaker"})
-            self.state, self.kind, self._pause = State.CLOSED, None, self._first
-            self._limit(None)
+            with self._lock:
+                self.state, self.kind, self._pause = State.CLOSED, None, self._first
+                self._set_limit(None)
 
     def _open(self, error: ErrorInfo) -> None:
         pause = self._pause * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - spreads load, guards nothing
-        self.state, self.kind, self.opened = State.OPEN, error.kind, self.opened + 1
+        with self._lock:
+            self.state, self.kind, self.opened = State.OPEN, error.kind, self.opened + 1
+            self._set_limit(0)
         self._opened[error.kind] += 1
         self._since = time.monotonic()
         self._until = self._since + pause
         logger.error("taking no rollouts for %.0f s, after: %s", pause, error, extra={"stage": "breaker"})
-        self._limit(0)
         asyncio.get_running_loop().call_later(pause, self._probe)
 
     def _probe(self) -> None:
         logger.warning("%s: trying one rollout", self.kind, extra={"stage": "breaker"})
-        self.state = State.PROBING
-        self._limit(self._running() + 1)
+        with self._lock:
+            self.state, self._probed = State.PROBING, time.monotonic()
+            self._set_limit(self._running() + 1)

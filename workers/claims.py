@@ -7,6 +7,7 @@ lease may still be cleaning up when its rollout is claimed again.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import redis
 from celery import Celery, states
@@ -20,6 +21,7 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.server import what_redis_does
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
@@ -37,17 +39,28 @@ class Claims:
     """Takes and gives up claims, and ends the records of what is held; ``keeper`` keeps their leases.
 
     ``impatient`` is the same store, but waits no longer than `CLAIM_PATIENCE` for Redis. Celery's result backend sees
-    this as its `Records`.
+    this as its `Records`. ``on_release`` is told of each claim just before it is held no more, on whichever thread.
     """
 
-    def __init__(self, app: Celery, store: JobStore, keeper: LeaseKeeper, worker: str, *, impatient: JobStore) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        store: JobStore,
+        keeper: LeaseKeeper,
+        worker: str,
+        *,
+        impatient: JobStore,
+        on_release: Callable[[Claim], object] = lambda claim: None,
+    ) -> None:
         self._app = app
         self._store = store
         self._impatient = impatient
         self._keeper = keeper
         self._worker = worker
         self._held: dict[str, tuple[Job, Claim]] = {}
+        self._on_release = on_release
         self._unsure: set[str] = set()  # rollouts whose claim got no answer
+        self._claiming: set[str] = set()  # rollouts that are being claimed, until they are held or not
 
     def __len__(self) -> int:
         return len(self._held)
@@ -74,12 +87,21 @@ class Claims:
             # this id. Then the sweep sends it again.
             logger.info("%s: held by this worker, nothing to do", job.id, extra=about(job.id))
             return False
+        # First, and until it is held: what `settle_unsure` finds claimed meanwhile may be this claim.
+        self._claiming.add(job.id)
+        try:
+            return self._claim(job, carried)
+        finally:
+            self._claiming.discard(job.id)
+
+    def _claim(self, job: Job, carried: object) -> bool:
         try:
             claim = self._claim_or_refuse(job.id, carried)
         except redis.RedisError as error:
             # Redis is away. The sweep sends the wake-up call again, or, if only the answer to the claim was lost, the
             # rollout is given back when Redis answers.
-            logger.warning("%s: not claimed, Redis does not answer: %s", job.id, error, extra=about(job.id))
+            said = what_redis_does(error)
+            logger.warning("%s: not claimed, %s: %s", job.id, said, error, extra=about(job.id))
             self._unsure.add(job.id)
             return False
         if claim == "invalid":
@@ -106,12 +128,24 @@ class Claims:
     def settle_unsure(self) -> None:
         """Give back what was claimed for this worker without its learning so; it spends no attempt."""
         for rollout_id in list(self._unsure):
-            claimed = self._store.claimed_by(rollout_id)
-            if claimed and claimed[1] == self._worker and rollout_id not in self._held:
-                request = RolloutRequest.parse(self._store.request_of(rollout_id))
-                how = HandBack.over("the answer to the claim was lost")
-                self._store.release(request, claimed[0], self._worker, how)
-            self._unsure.discard(rollout_id)
+            self._unsure.discard(rollout_id)  # first: another claim that gets no answer meanwhile adds it again
+            try:
+                self._settle(rollout_id)
+            except InvalidRequestError as error:
+                logger.warning("%s: not given back, its lease lapses: %s", rollout_id, error, extra=about(rollout_id))
+            except redis.RedisError:
+                self._unsure.add(rollout_id)
+                raise
+
+    def _settle(self, rollout_id: str) -> None:
+        claimed = self._store.claimed_by(rollout_id)
+        if rollout_id in self._claiming:  # before the next line: a claim is held first, and then not being made
+            self._unsure.add(rollout_id)
+        elif claimed and claimed[1] == self._worker and rollout_id not in self._held:
+            request = RolloutRequest.parse(self._store.request_of(rollout_id))
+            how = HandBack.over("the answer to the claim was lost")
+            # With the attempt that was found above: a claim that came since is another one.
+            self._store.release(request, claimed[0], self._worker, how)
 
     def hand_back(self, job: Job) -> None:
         """Give up the claim of a job that will not run: end what was cancelled, let another worker run the rest.
@@ -181,8 +215,9 @@ class Claims:
 
     def release(self, job: Job) -> None:
         """Stop keeping the lease of what was claimed for ``job``; by then its record has ended or was given back."""
-        if self.of(job) is not None:
+        if (claim := self.of(job)) is not None:
             self._keeper.drop(job.id)
+            self._on_release(claim)
             del self._held[job.id]
 
 

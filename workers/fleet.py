@@ -31,6 +31,7 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.server import redact, what_redis_does
 from workers import access, claims
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 #: Threads for calls to Redis: they wait on the network, not on each other.
 _REDIS_THREADS = 4
 _RETRY_DELAY_MAX = 60.0
+#: Longest seconds between two looks whether Redis is back.
+_REDIS_DELAY_MAX = 8.0
 #: Seconds that the lease keeper has to end; it bounds itself, once it is told.
 _KEEPER_LIMIT = 6.0
 
@@ -91,8 +94,8 @@ class Fleet:
             hooks = ThreadPoolExecutor(self.settings.hook_threads, thread_name_prefix="hook")
             asyncio.get_running_loop().set_default_executor(hooks)  # where `asyncio.to_thread` runs plain hooks
             self.ledger = Ledger(self.store.client, lease_ttl=self.settings.lease_ttl)
-            await self._when_redis_answers("the worker's start", self._require_redis)
-            fleet_id = await self._when_redis_answers("the worker's start", self.ledger.fleet_id)
+            await self._when_redis_answers(None, self._require_redis)
+            fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
             self.systems = await stack.enter_async_context(systems)
             self.orphans = Orphans(
@@ -102,7 +105,12 @@ class Fleet:
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
             self.claims = self.app.rollout_records = claims.Claims(
-                self.app, self.store, self.keeper, self.worker, impatient=stack.enter_context(impatient)
+                self.app,
+                self.store,
+                self.keeper,
+                self.worker,
+                impatient=stack.enter_context(impatient),
+                on_release=lambda claim: self.breaker.released(claim.at),
             )
             self.breaker = Breaker(
                 failures=self.settings.breaker_failures,
@@ -232,9 +240,8 @@ class Fleet:
             broken_off = self.pool.closing and rollout.last_phase is Phase.SANDBOX
             if rollout.leftovers or broken_off:
                 rollout_id = rollout.request.rollout_id
-                await self._when_redis_answers(
-                    rollout_id, lambda: self.ledger.note(rollout_id, rollout.attempt, self.worker)
-                )
+                noted = rollout_id, rollout.attempt, self.worker, self.settings.gateway_url
+                await self._when_redis_answers(rollout_id, lambda: self.ledger.note(*noted))
 
     async def _cancelled(self, job: Job, claim: Claim, rollout: Rollout) -> StopCondition:
         """Decide what a cancelled attempt leaves behind, by who cancelled it; raises `Ignore` where that is nothing."""
@@ -289,14 +296,24 @@ class Fleet:
             self.keeper.drop(claim.rollout_id)
         return what
 
-    async def _when_redis_answers(self, rollout_id: str, call: Callable[[], T]) -> T:
-        """Make ``call`` in a thread, waiting for Redis if it is away: the lease lapses meanwhile, or is renewed."""
+    async def _when_redis_answers(self, rollout_id: str | None, call: Callable[[], T]) -> T:
+        """Make ``call`` in a thread, waiting for Redis if it is away: the lease lapses meanwhile, or is renewed.
+
+        ``rollout_id`` is None while the worker starts, when the address may be wrong as well.
+        """
+        delay = 0.5
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call)
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                logger.warning("%s: waits for Redis: %s", rollout_id, error, extra=about(rollout_id))
-                await asyncio.sleep(0.5)
+                if rollout_id is None:
+                    url = redact(self.settings.redis_url)
+                    said = "the worker's start waits for Redis at %s, check ROLLOUTS_REDIS_URL if it is up: %s"
+                    logger.warning(said, url, error, extra={"stage": "start"})
+                else:
+                    logger.warning("%s: waits for Redis: %s", rollout_id, error, extra=about(rollout_id))
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _REDIS_DELAY_MAX)
 
     # -- what beat orders, and the lease keeper's thread --------------------------------------------------------------
 
@@ -308,23 +325,24 @@ class Fleet:
         try:
             await self.orphans.take_turn(trusted=self.keeper.trusts_leases)
         except redis.RedisError as error:
-            logger.warning("no sweep for orphans, Redis does not answer: %s", error, extra={"stage": "orphans"})
+            logger.warning("no sweep for orphans, %s: %s", what_redis_does(error), error, extra={"stage": "orphans"})
 
     def _end_early(self, rollout_id: str, renewal: Renewal) -> None:
         self.claims.end_early(rollout_id, renewal)
 
     def sweep(self) -> None:
         """Do the sweep if it is due; Redis being away is no error, the next one comes soon."""
-        try:
-            self.claims.settle_unsure()
-            counts = sweep(self.store, self.app, trusted=self.keeper.trusts_leases)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            logger.warning("no sweep, Redis does not answer: %s", error, extra={"stage": "sweep"})
-        except Exception:
-            logger.exception("the sweep failed", extra={"stage": "sweep"})
-        else:
-            if counts:
-                logger.info("sweep: %s", counts, extra={"stage": "sweep"})
+        for duty in (self.claims.settle_unsure, self._sweep):  # neither may keep the other from its turn
+            try:
+                duty()
+            except redis.RedisError as error:
+                logger.warning("no sweep, %s: %s", what_redis_does(error), error, extra={"stage": "sweep"})
+            except Exception:
+                logger.exception("the sweep failed", extra={"stage": "sweep"})
+
+    def _sweep(self) -> None:
+        if counts := sweep(self.store, self.app, trusted=self.keeper.trusts_leases):
+            logger.info("sweep: %s", counts, extra={"stage": "sweep"})
 
     def _report(self) -> dict[str, Any]:
         phases = Counter(rollout.phase.value for rollout in list(self._running.values()))
@@ -369,4 +387,4 @@ def connected(settings: WorkerSettings, app: Celery, *, patience: float = 10.0, 
         **options,
     )
     with client:
-        yield JobStore(client, app, lease_ttl=settings.lease_ttl)
+        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=settings.gateway_url)

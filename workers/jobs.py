@@ -8,8 +8,9 @@ matter.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -20,6 +21,7 @@ from celery import Celery
 from producer import broker
 from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
 from workers.history import HandBack, history_line, packed, parsed, with_turns
+from workers.uptime import Uptime
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,17 @@ _SHALLOW = 200
 
 @dataclass(frozen=True)
 class Claim:
-    """A rollout that this worker may run now. ``last`` is set when no further attempt is allowed after this one."""
+    """A rollout that this worker may run now. ``last`` is set when no further attempt is allowed after this one.
+
+    ``at`` is when it was claimed, in `time.monotonic` seconds.
+    """
 
     rollout_id: str
     attempt: int
     last: bool
     batch_id: str
     request: bytes
+    at: float = field(default_factory=time.monotonic, compare=False)
 
     def parsed(self) -> RolloutRequest:
         """Return the request; raises `InvalidRequestError` for one that no producer of ours can have written.
@@ -93,12 +99,15 @@ _CHUNK = 500
 class JobStore:
     """Claims, renews, commits and requeues records. Thread-safe, synchronous; raises `redis.RedisError`.
 
-    ``lease_ttl`` is in seconds: how long a worker may be silent before its rollouts are run elsewhere.
+    ``lease_ttl`` is in seconds: how long a worker may be silent before its rollouts are run elsewhere. ``gateway_url``
+    is where its worker registers what names no gateway: who clears up behind it may have another one.
     """
 
-    def __init__(self, client: redis.Redis, app: Celery, *, lease_ttl: float) -> None:
+    def __init__(self, client: redis.Redis, app: Celery, *, lease_ttl: float, gateway_url: str = "") -> None:
         self.client: Any = client  # redis-py's annotations allow every type that any server may answer
         self.lease_ttl = lease_ttl
+        self._gateway_url = gateway_url
+        self._uptime = Uptime(client)
         self._lease_ms = int(lease_ttl * 1000)
         self._record_ttl = int(broker.RESULT_TTL.total_seconds())
         self._messages = {step: broker.WakeUp.for_app(app, step) for step in broker.PRIORITY_STEPS}
@@ -119,7 +128,7 @@ class JobStore:
             fields += ["max_attempts", offered.max_attempts, "priority", offered.priority]
         answer = self._claim(
             keys=[broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED],
-            args=[rollout_id, worker, self._lease_ms, self._record_ttl, *fields],
+            args=[rollout_id, worker, self._lease_ms, self._record_ttl, self._gateway_url, *fields],
         )
         status = answer[0].decode()
         if status != "claimed":
@@ -206,18 +215,28 @@ class JobStore:
 
     def lapsed(self, limit: int = 1000) -> list[Lapsed]:
         """Return running rollouts whose lease has lapsed, the longest first."""
-        ids = [i.decode() for i in self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)]
-        pipe = self.client.pipeline(transaction=False)
-        for rollout_id in ids:
-            pipe.hmget(broker.job_key(rollout_id), "attempt", "worker", "batch", "priority")
+        members = self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)
         found = []
-        for rollout_id, record in zip(ids, pipe.execute(), strict=True):
-            if not (record[0] or b"").isdigit():  # the record expired, or is not one of ours: nothing is left to run
-                logger.error("%s has no record that can be read; it is taken off the list of what runs", rollout_id)
-                self.client.zrem(broker.RUNNING, rollout_id)
+        for member, record in self._records(members, "attempt", "worker", "batch", "priority"):
+            rollout_id, attempt = _id_in(member), _number(record[0] if record else None)
+            if rollout_id is None or attempt is None:  # it expired, or is not one of ours: nothing is left to run
+                logger.error("%r has no record that can be read; it is taken off the list of what runs", member)
+                self.client.zrem(broker.RUNNING, member)
                 continue
-            attempt, worker, batch, priority = ((value or b"").decode() for value in record)
-            found.append(Lapsed(rollout_id, int(attempt), worker, batch, int(priority or 0)))
+            worker, batch = ((value or b"").decode(errors="replace") for value in record[1:3])
+            found.append(Lapsed(rollout_id, attempt, worker, batch, _priority(record[3])))
+        return found
+
+    def _records(self, members: Sequence[bytes], *fields: str) -> list[tuple[bytes, list[bytes | None]]]:
+        """Return the members of a set, each with fields of its record; with no field where that is no record."""
+        pipe = self.client.pipeline(transaction=False)
+        for member in members:
+            pipe.hmget(broker.job_key(member.decode(errors="replace")), *fields)
+        found = []
+        for member, record in zip(members, pipe.execute(raise_on_error=False), strict=True):
+            if isinstance(record, Exception) and "WRONGTYPE" not in str(record):
+                raise record
+            found.append((member, [] if isinstance(record, Exception) else record))
         return found
 
     def wake_delayed(self) -> int:
@@ -246,16 +265,14 @@ class JobStore:
         return resent
 
     def _wake_up_to(self, key: str, low: float, high: float, judged_by: bytes | None = None) -> int:
-        ids = [i.decode() for i in self.client.zrangebyscore(key, low, high, start=0, num=_CHUNK)]
-        pipe = self.client.pipeline(transaction=False)
-        for rollout_id in ids:
-            pipe.hget(broker.job_key(rollout_id), "priority")
+        members = self.client.zrangebyscore(key, low, high, start=0, num=_CHUNK)
         by_step: dict[int, list[Any]] = {}
-        for rollout_id, priority in zip(ids, pipe.execute(), strict=True):
-            if priority is None:  # the record expired: nothing is left to run
-                self.client.zrem(key, rollout_id)
+        for member, record in self._records(members, "priority"):
+            rollout_id = _id_in(member)
+            if rollout_id is None or not record or record[0] is None:  # it expired: nothing is left to run
+                self.client.zrem(key, member)
                 continue
-            step = broker.step_of(int(priority))
+            step = broker.step_of(_priority(record[0]))
             by_step.setdefault(step, []).extend((rollout_id, self._message(rollout_id, step)))
         woken = 0
         judged = ("any", b"") if judged_by is None else ("next", judged_by)
@@ -271,7 +288,10 @@ class JobStore:
     def claimed_by(self, rollout_id: str) -> tuple[int, str] | None:
         """Return attempt and worker of a running rollout, None for any other."""
         state, attempt, worker = self.client.hmget(broker.job_key(rollout_id), "state", "attempt", "worker")
-        return (int(attempt), worker.decode()) if state == b"running" else None
+        number = _number(attempt)
+        if state != b"running" or number is None:
+            return None
+        return number, (worker or b"").decode(errors="replace")
 
     def exists(self, rollout_id: str) -> bool:
         """Return whether there is a record."""
@@ -283,8 +303,8 @@ class JobStore:
         return int(seconds) * 1000 + int(micros) // 1000
 
     def uptime(self) -> float:
-        """Return how many seconds ago the Redis server started."""
-        return float(self.client.info("server")["uptime_in_seconds"])
+        """Return for how many seconds at least the Redis server has been up."""
+        return self._uptime.seconds()
 
     def take_turn(self, key: str, interval: float) -> bool:
         """Return whether nobody in the fleet took this turn within the last ``interval`` seconds."""
@@ -297,6 +317,24 @@ class JobStore:
 def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:
     for start in range(0, len(pairs), _CHUNK):
         yield pairs[start : start + _CHUNK]
+
+
+def _id_in(member: bytes) -> str | None:
+    try:
+        return member.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _number(text: bytes | None) -> int | None:
+    """Return a number that the scripts count up; None for what none of them has written."""
+    return int(text) if text and text.isdigit() and len(text) < 10 else None
+
+
+def _priority(text: bytes | None) -> int:
+    """Return a record's priority; the last one's for one that cannot be read, so that it goes before nobody."""
+    found = _number(text or b"0")
+    return min(found, 9) if found is not None else max(broker.PRIORITY_STEPS)
 
 
 def _woken_by(message: bytes) -> str:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: The thread waits for cancellations at most this long at a time (ms), so that it notices `stop` soon.
 _WAIT_MS = 500
+#: Seconds between two looks at the event loop.
+_LOOK_INTERVAL = 0.25
 #: A worker's report in Redis expires after this many seconds: a dead worker is off the list soon.
 REPORT_TTL = 15
 _REPORT_INTERVAL = 2.0
@@ -33,7 +35,7 @@ class LeaseKeeper(threading.Thread):
     """Renews held leases every quarter of their time to live, and tells which rollouts must end.
 
     ``on_lost(rollout_id, renewal)`` is called from this thread for a rollout whose lease was lost or whose cancellation
-    was asked for. ``loop`` says when the event loop last moved, and is asked to look at it whenever this thread turns.
+    was asked for. ``loop`` says when the event loop last moved, and is asked to look at it, in a thread of its own.
     ``on_hang(True)`` is called when it has hung for longer than ``hang_limit`` seconds and ``on_hang(False)`` when it
     moves again. ``report()`` is what this worker tells the fleet about itself. ``duties`` is called at every renewal;
     it must not block.
@@ -105,9 +107,10 @@ class LeaseKeeper(threading.Thread):
     def run(self) -> None:
         """Renew, report, watch for cancellations, until stopped. Redis being away is waited out."""
         due = reported = 0.0
+        # Not from here, where one call may wait many seconds for Redis.
+        threading.Thread(target=self._watch_loop, name="loop-watch", daemon=True).start()
         while not self._stopping.is_set():
             try:
-                self._loop.look()
                 now = time.monotonic()
                 if now >= due:
                     self._renew()
@@ -128,6 +131,13 @@ class LeaseKeeper(threading.Thread):
                 logger.exception("lease keeper: unexpected error, going on", extra={"stage": "lease_error"})
                 self._stopping.wait(min(1.0, self.interval))
         self._withdraw()
+
+    def _watch_loop(self) -> None:
+        while not self._stopping.wait(_LOOK_INTERVAL):
+            try:
+                self._loop.look()
+            except Exception:
+                logger.exception("loop watch: unexpected error, going on", extra={"stage": "loop_watch"})
 
     def _renew(self) -> None:
         self._store.now_ms()  # an answer, also when nothing is held: contact with Redis is noted after this

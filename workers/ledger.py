@@ -23,6 +23,7 @@ from producer import broker
 from producer.contract import InvalidRequestError, RolloutRequest
 from workers.leases import REPORT_TTL
 from workers.state import gateway_id
+from workers.uptime import Uptime
 
 #: Longest seconds between two tries to clear an entry.
 LONGEST_DELAY = 3600.0
@@ -34,11 +35,15 @@ _CHUNK = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An attempt that may have left something behind, since ``since_ms`` by Redis's clock; due again at ``due_ms``."""
+    """An attempt that may have left something behind, since ``since_ms`` by Redis's clock; due again at ``due_ms``.
+
+    ``gateway`` is its worker's own gateway, "" when that is not known.
+    """
 
     rollout_id: str
     attempt: int
     worker: str = ""
+    gateway: str = ""
     since_ms: int = 0
     tries: int = 0
     due_ms: int = 0
@@ -101,6 +106,7 @@ class Ledger:
     def __init__(self, client: redis.Redis, *, lease_ttl: float) -> None:
         self._client: Any = client  # redis-py's annotations allow every type that any server may answer
         self._lease_ttl = lease_ttl
+        self._uptime = Uptime(client)
 
     def fleet_id(self) -> str:
         """Return this fleet's identity: 12 hexadecimal digits, made once by whoever comes first.
@@ -113,9 +119,9 @@ class Ledger:
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
-    def note(self, rollout_id: str, attempt: int, worker: str) -> None:
+    def note(self, rollout_id: str, attempt: int, worker: str, gateway: str = "") -> None:
         """Open an entry for an attempt whose clean-up failed; one that is open already stays as it is."""
-        entry = Entry(rollout_id=rollout_id, attempt=attempt, worker=worker, since_ms=self.now_ms())
+        entry = Entry(rollout_id=rollout_id, attempt=attempt, worker=worker, gateway=gateway, since_ms=self.now_ms())
         self._client.hsetnx(broker.LEDGER, entry.field, _encoded(entry))
 
     def entries(self) -> list[Entry]:
@@ -144,6 +150,7 @@ class Ledger:
     def origin(self, entry: Entry) -> Origin:
         """Return what the rollout's request says; the defaults when its record is gone or cannot be read.
 
+        Where it names no gateway, its attempt was registered at that of its own worker, which may not be the caller's.
         Raises `SupersededError` when the record is younger than the entry: its id was submitted once more, and an
         attempt of the new rollout may have the same number.
         """
@@ -153,8 +160,9 @@ class Ledger:
         try:
             found = RolloutRequest.parse(request or b"")
         except InvalidRequestError:
-            return Origin()
-        return Origin(found.gateway_url, found.use_gateway, found.team_id)
+            return Origin(entry.gateway or None)
+        of_worker = None if found.use_gateway is False else entry.gateway or None
+        return Origin(found.gateway_url or of_worker, found.use_gateway, found.team_id)
 
     # -- how many are left ---------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Ledger:
         """Return which of these (rollout id, attempt) pairs the records say are running."""
         ids = sorted({rollout_id for rollout_id, _ in attempts})
         found = zip(ids, self._records(ids, "state", "attempt"), strict=True)
-        live = {(i, int(attempt or 0)) for i, (state, attempt) in found if state == b"running"}
+        live = {(i, _number(attempt)) for i, (state, attempt) in found if state == b"running"}
         return live & set(attempts)
 
     def workers(self, names: Collection[str]) -> Workers:
@@ -202,7 +210,7 @@ class Ledger:
 
     def is_settled(self) -> bool:
         """Whether Redis has been up for as long as a lease lives: before that, living workers may seem silent."""
-        return float(self._client.info("server")["uptime_in_seconds"]) >= self._lease_ttl
+        return self._uptime.seconds() >= self._lease_ttl
 
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
@@ -237,8 +245,8 @@ def by_worker(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def _encoded(entry: Entry) -> bytes:
-    fields = {"worker": entry.worker, "since_ms": entry.since_ms, "tries": entry.tries, "due_ms": entry.due_ms}
-    return orjson.dumps(fields)
+    fields = ("worker", "gateway", "since_ms", "tries", "due_ms")
+    return orjson.dumps({name: getattr(entry, name) for name in fields})
 
 
 def _decoded(name: bytes, value: bytes) -> Entry | None:
@@ -246,9 +254,22 @@ def _decoded(name: bytes, value: bytes) -> Entry | None:
     try:
         fields = orjson.loads(value)
         numbers = {key: int(fields.get(key, 0)) for key in ("since_ms", "tries", "due_ms")}
-        return Entry(rollout_id=rollout_id, attempt=int(attempt), worker=str(fields.get("worker", "")), **numbers)
+        worker, gateway = str(fields.get("worker", "")), str(fields.get("gateway", ""))
+        return Entry(
+            rollout_id=rollout_id,
+            attempt=int(attempt),
+            worker=worker,
+            gateway=gateway,
+            since_ms=numbers["since_ms"],
+            tries=numbers["tries"],
+            due_ms=numbers["due_ms"],
+        )
     except (ValueError, TypeError, AttributeError):
         return None
+
+
+def _number(text: bytes | None) -> int:
+    return int(text) if text and text.isdigit() and len(text) < 10 else 0
 
 
 def _report(encoded: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from producer import broker
-from workers.errors import GatewayError, RolloutError
+from workers.errors import GatewayError, InvalidRolloutError, RolloutError
 from workers.gateway.protocol import Gateway
 from workers.leaks import Cleared, Leak, is_stray, leak_of, leak_of_entry, owners, worker_of
 from workers.ledger import Entry, Ledger, Origin, SupersededError, by_worker, fleet_label
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 #: Seconds for which what was created a moment ago is spared, should Redis have lost the claim that it belongs to.
 GRACE = 120.0
-#: Seconds that one turn may take, and that a gateway may take to forget one attempt.
-TURN_LIMIT, GATEWAY_LIMIT = 60.0, 20.0
+#: Seconds that each of a turn's three parts may take, and that a gateway may take to forget one attempt.
+PART_LIMIT, GATEWAY_LIMIT = 40.0, 20.0
 #: Seconds after which a gateway that cannot be reached is believed to be gone, and with it what it knew.
 GATEWAY_PATIENCE = 3600.0
 #: Calls at one time.
@@ -60,7 +60,10 @@ class OrphanSystems(Protocol):
         ...
 
     def gateway_of(self, gateway_url: str | None, use_gateway: bool | None) -> tuple[str, Gateway] | None:
-        """Return where a request with these fields was registered; None when that was its worker's own process."""
+        """Return where a request with these fields was registered; None when that was its worker's own process.
+
+        Raises `InvalidRolloutError` for a gateway that this worker may not call.
+        """
         ...
 
 
@@ -98,16 +101,20 @@ class Orphans:
         """
         if not trusted or not await self._redis(self._ledger.is_settled):
             return
-        try:
-            async with asyncio.timeout(TURN_LIMIT):
-                if await self._is_due(broker.ORPHANS_SWEPT, _TURN):
-                    await self.clear_entries()
-                    await self.clear_tunnels()
-                    if await self._is_due(broker.LABELS_SWEPT, _LABELS_EVERY - 1 + _TURN):
-                        await self.clear_strays()
-        except TimeoutError:
-            logger.warning("not all was cleared up within %g s, the next turn goes on", TURN_LIMIT, extra=_STAGE)
+        if await self._is_due(broker.ORPHANS_SWEPT, _TURN):
+            # Limits of their own: a gateway that hangs must not use up the time of the others.
+            await self._in_time(self.clear_entries)
+            await self._in_time(self.clear_tunnels)
+            if await self._is_due(broker.LABELS_SWEPT, _LABELS_EVERY - 1 + _TURN):
+                await self._in_time(self.clear_strays)
         self.leaked = await self._redis(self._ledger.leaked)
+
+    async def _in_time(self, part: Callable[[], Awaitable[object]]) -> None:
+        try:
+            async with asyncio.timeout(PART_LIMIT):
+                await part()
+        except TimeoutError:
+            logger.warning("not all was cleared up within %g s, the next turn goes on", PART_LIMIT, extra=_STAGE)
 
     async def _is_due(self, key: str, intervals: float) -> bool:
         return await self._redis(lambda: self._ledger.take_turn(key, intervals * self._interval))
@@ -142,8 +149,8 @@ class Orphans:
                 await self._redis(lambda: self._ledger.settle(entry))
                 return
             cleared.left.append(left)
-            if gone and forgotten and tunnels_gone is None:
-                return  # soon it is known whether the worker is dead
+            if False not in {gone, forgotten, tunnels_gone}:
+                return  # soon it is known whether the worker is dead, or another one has the turn that may call there
             await self._postpone(entry, left)
 
         await asyncio.gather(*map(clear, origins))
@@ -180,9 +187,15 @@ class Orphans:
         theirs = [sandbox for sandbox in found if owners(sandbox) == {(entry.rollout_id, entry.attempt)}]
         return all(await asyncio.gather(*(self._delete(leak_of(sandbox), cleared) for sandbox in theirs)))
 
-    async def _unregister(self, entry: Entry, origin: Origin, left: Leak) -> bool:
-        """Have the gateway forget an attempt; False when it may still know it."""
-        where = self._systems.gateway_of(origin.gateway_url, origin.use_gateway)
+    async def _unregister(self, entry: Entry, origin: Origin, left: Leak) -> bool | None:
+        """Have the gateway forget an attempt; False when it may still know it, None when it is not ours to call."""
+        try:
+            where = self._systems.gateway_of(origin.gateway_url, origin.use_gateway)
+        except InvalidRolloutError as error:
+            gone = left.age > GATEWAY_PATIENCE
+            what = "and nobody else did: it is given up" if gone else "left to another worker"
+            logger.info("%s: %s; %s", entry.gateway_id, error, what, extra=_about(left))
+            return True if gone else None
         if where is None:
             return True  # it was in the worker's own process, and has ended with it
         url, gateway = where

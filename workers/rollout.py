@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
@@ -30,8 +31,11 @@ from workers.watchdog import Limits, hard_limit, stalled
 
 #: Seconds in which a sandbox must have started the agent.
 _START_TIMEOUT = 120.0
-#: Seconds in which what the agent printed must be read; a rollout is not lost for its output.
+#: Seconds in which what the agent printed must be read; a rollout is not lost for its output. A provider's own limit is
+#: shorter, for it can say why.
 _OUTPUT_TIMEOUT = 60.0
+#: Variables that hold the rollout's own key, one for each API that the gateway speaks.
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,7 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
         limit = systems.limits.attempt_of(rollout)
         async with Cleanup(rollout) as cleanup, hard_limit(rollout, limit):
             async with in_phase(rollout, Phase.REGISTER):
-                registration = Registration(
-                    model=request.model,
-                    sampling_params=request.sampling_params,
-                    max_turns=request.max_turns,
-                    max_seq_len=request.max_seq_len,
-                )
-                held = gateway.registered(
-                    rollout.gateway_url, rollout.gateway_id, registration, api_key=rollout.api_key
-                )
-                await cleanup.enter(held)
+                await cleanup.enter(_registered(rollout, gateway))
                 log(rollout, "register_rollout", "registered as %s", rollout.gateway_id)
                 await _shut_out_earlier(rollout, gateway)
 
@@ -112,6 +107,17 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
     log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
 
 
+def _registered(rollout: Rollout, gateway: Gateway) -> AbstractAsyncContextManager[None]:
+    request = rollout.request
+    registration = Registration(
+        model=request.model,
+        sampling_params=request.sampling_params,
+        max_turns=request.max_turns,
+        max_seq_len=request.max_seq_len,
+    )
+    return gateway.registered(rollout.gateway_url, rollout.gateway_id, registration, api_key=rollout.api_key)
+
+
 async def _shut_out_earlier(rollout: Rollout, gateway: Gateway) -> None:
     """Forget the registration of the attempt before: its worker may have died, and its agent may live on."""
     if earlier := rollout.earlier_gateway_id:
@@ -138,7 +144,7 @@ def _sandbox_spec(
     request = rollout.request
     env: dict[str, str] = derive(environment, "build_env_vars", request, rollout)
     # The rollout's key is a secret too: variables of a sandbox are shown by its platform, secrets are not.
-    key = {"OPENAI_API_KEY": env.pop("OPENAI_API_KEY")} if "OPENAI_API_KEY" in env else {}
+    keys = {name: env.pop(name) for name in _KEYS if name in env}
     deadlines = request.deadlines
     return SandboxSpec(
         name=f"{request.rollout_id}-{rollout.attempt}",
@@ -146,7 +152,7 @@ def _sandbox_spec(
         start_command=request.start_command,
         resources=request.resources,
         env=env,
-        secrets=key | rollout.secrets,
+        secrets=keys | rollout.secrets,
         labels=(*request.labels, *labels, f"rollout:{request.rollout_id}", f"attempt:{rollout.attempt}"),
         # It must outlive every phase in which it is used, and no worker's death.
         ttl=min(sum(map(deadlines.of, Phase)), (limit or math.inf) + deadlines.cleanup)
@@ -174,7 +180,7 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
         ask = partial(systems.gateway.progress, rollout.gateway_url, rollout.gateway_id)
         watches.append(stalled(rollout, idle, ask, tunnel.confirm))
     try:
-        ended = await first_of(job.ended(), *watches, timeout=deadline)
+        code = await first_of(job.ended(), *watches, timeout=deadline)
     except TunnelError as error:
         log(rollout, "tunnel_died", "%s", error)
         raise
@@ -182,10 +188,11 @@ async def _run_agent(rollout: Rollout, command: str, sandbox: Sandbox, tunnel: T
         await _record_output(rollout, job.output())
         raise
     rollout.agent_ended_at = time.monotonic()
-    rollout.agent_timed_out = not ended
-    rollout.agent_completed = ended
-    await _record_output(rollout, job.wait() if ended else job.output())
-    log(rollout, "agent_completed", "exit code %s%s", rollout.agent_exit_code, "" if ended else " (timed out)")
+    rollout.agent_exit_code = code  # before its output is read, which may fail
+    rollout.agent_completed = code is not None
+    rollout.agent_timed_out = code is None
+    await _record_output(rollout, job.output() if code is None else job.wait())
+    log(rollout, "agent_completed", "exit code %s%s", code, " (timed out)" if code is None else "")
 
 
 async def _confirm_tunnel(rollout: Rollout, tunnel: TunnelLease, trajectory: Trajectory) -> None:
@@ -214,4 +221,3 @@ async def _record_output(rollout: Rollout, reading: Awaitable[CommandResult | No
         return
     if output is not None:
         rollout.agent_stdout, rollout.agent_stderr = output.stdout, output.stderr
-        rollout.agent_exit_code = output.exit_code if rollout.agent_completed else None

@@ -35,6 +35,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float) and math.isfinite(value)
 
 
+def _storable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
+
+
 def gateway_id(rollout_id: str, attempt: int) -> str:
     """Return the id under which an attempt is registered; no rollout's own id has a tilde."""
     return rollout_id if attempt <= 1 else f"{rollout_id}~{attempt}"
@@ -125,8 +129,13 @@ class Rollout:
 
     def redacted(self, text: str) -> str:
         """Return ``text`` without the values of secrets. The attempt's own key opens nothing later, but is one too."""
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
-        return redaction.redacted(text, {**self.secrets, "OPENAI_API_KEY": self.api_key})
+        return redaction.redacted(_storable(text), self._hidden())
+
+    def _redacted_output(self, text: str) -> str:
+        return redaction.redacted_output(_storable(text), self._hidden(), unfinished=not self.agent_completed)
+
+    def _hidden(self) -> dict[str, str]:
+        return {**self.secrets, "OPENAI_API_KEY": self.api_key}
 
     def _redacted_error(self, error: ErrorInfo) -> ErrorInfo:
         detail = self.redacted(error.detail) if error.detail else error.detail
@@ -158,8 +167,8 @@ class Rollout:
             self.request,
             stop_condition or self.stop_condition(),
             timing=timing,
-            agent_stdout=self.redacted(self.agent_stdout),
-            agent_stderr=self.redacted(self.agent_stderr),
+            agent_stdout=self._redacted_output(self.agent_stdout),
+            agent_stderr=self._redacted_output(self.agent_stderr),
             warnings=tuple(map(self.redacted, self.warnings)),
             failed_attempts=tuple(self.failed_attempts),
             **copied,

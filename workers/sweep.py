@@ -41,8 +41,10 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
         for lapsed in store.lapsed():
             try:
                 counts[_requeue_or_end(store, app, lapsed)] += 1
-            except (ValueError, TypeError, redis.ResponseError):
+            except (ValueError, TypeError, redis.ResponseError) as error:
                 logger.exception("sweep: %s cannot be dealt with", lapsed.rollout_id)
+                if "user_script" in str(error) or not isinstance(error, redis.RedisError):
+                    _end_unreadable(store, app, lapsed)
     counts["woken"] = store.wake_delayed()
     counts["resent"] = store.resend_missing(age=store.lease_ttl)
     return {what: count for what, count in counts.items() if count}
@@ -63,6 +65,21 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
         if store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, outcome, encoded, lapsed=True):
             logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, outcome, extra=about)
     return what.value
+
+
+def _end_unreadable(store: JobStore, app: Celery, lapsed: Lapsed) -> None:
+    """End a rollout whose record the scripts cannot read: nobody can run it, and each sweep would meet it again."""
+    error = ErrorInfo(kind=ErrorKind.LEASE, message="its worker died, and its record cannot be read")
+    fields = {"error": error, "attempt": lapsed.attempt, "worker": lapsed.worker}
+    condition = StopCondition.HAS_ERROR
+    try:
+        result = RolloutResult(
+            rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields
+        )
+        encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
+        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, condition, encoded, lapsed=True)
+    except (ValueError, TypeError, redis.ResponseError):
+        logger.exception("sweep: %s cannot be ended either", lapsed.rollout_id)
 
 
 def _last_result(lapsed: Lapsed, what: Requeue, attempts: list[FailedAttempt], request: bytes) -> RolloutResult:

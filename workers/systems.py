@@ -95,10 +95,10 @@ class WorkerSystems:
     def gateway_of(self, gateway_url: str | None, use_gateway: bool | None) -> tuple[str, Gateway] | None:
         """Return where a request with these fields was registered; None when that was its worker's own process.
 
-        None too for a gateway that this worker may not call: none of its fleet has registered anything there.
+        Raises `InvalidRolloutError` for a gateway that this worker may not call: others of its fleet may.
         """
-        if gateway_url and self._is_foreign(gateway_url) and not self._allowed.allow(gateway_url):
-            return None
+        if gateway_url and self._is_foreign(gateway_url):
+            self._allowed.check(gateway_url)
         beside = self._beside(gateway_url, use_gateway)
         return (beside[0], beside[1].gateway) if beside else None
 

@@ -196,15 +196,16 @@ class LoopThread:
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
+        # Before the lifespan: a loop that moves while that waits for Redis must not look hung.
+        watches = [asyncio.create_task(self.lag.watch()), asyncio.create_task(collect_garbage())]
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._lifespan())
-            watches = [asyncio.create_task(self.lag.watch()), asyncio.create_task(collect_garbage())]
             self._ready.set_result(None)
             await self._stop.wait()
-            for watch in watches:
-                watch.cancel()
             async with asyncio.timeout(self._exit_grace):
                 await stack.aclose()
+        for watch in watches:
+            watch.cancel()
 
 
 class Tracers:

@@ -14,11 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from workers.attempt import log
 from workers.errors import AgentStalledError, GatewayError, RolloutLimitError
 from workers.gateway.protocol import Progress
 from workers.state import Rollout
-
-logger = logging.getLogger(__name__)
 
 #: Seconds that a gateway may take to tell how far a rollout has come; the question is asked again later.
 QUESTION_TIMEOUT = 30.0
@@ -100,8 +99,8 @@ async def _answer(rollout: Rollout, ask: Callable[[], Awaitable[Progress]]) -> P
         async with asyncio.timeout(QUESTION_TIMEOUT):
             return await ask()
     except (GatewayError, TimeoutError) as error:
-        about = {"stage": "idle_watch", "rollout_id": rollout.request.rollout_id, "attempt": rollout.attempt}
-        logger.warning("idle_watch: the gateway does not tell, asking again: %s", error or "no answer", extra=about)
+        said = str(error) or "no answer"
+        log(rollout, "idle_watch", "the gateway does not tell, asking again: %s", said, level=logging.WARNING)
         return None
 
 

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 from celery import Celery
 from support import RedisServer
 
 from producer import FleetUnreachableError, Producer, RolloutRequest, broker
 from producer.settings import ProducerSettings
+from workers import access
 from workers.local import LocalStack, StackError, StackOptions
 
 pytestmark = pytest.mark.xdist_group("redis-access")
@@ -219,6 +221,28 @@ def test_a_user_with_too_few_rights_is_told_the_rule_that_it_needs(server: Redis
         assert f"ACL SETUSER NAME {rule}" in said
     assert "Refused were PERSIST rollouts\x06\x163, DEL celery-task-meta-doctor-nobody" in doctor.stdout
     assert hides_the_password(doctor.stdout, worker.stderr, str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("without", "refused"),
+    [
+        (("-info",), "INFO server"),
+        (("resetchannels", "&/0.*"), "PUBLISH celery-task-meta-doctor-nobody"),
+        (("resetchannels", "&celery-task-meta-*"), "PUBLISH /0.doctor-nobody"),
+        (("-publish",), "PUBLISH celery-task-meta-doctor-nobody"),
+    ],
+    ids=["info", "results", "kombu", "publish"],
+)
+def test_each_right_that_only_recovery_or_waiting_clients_need_is_looked_for(
+    server: RedisServer, without: tuple[str, ...], refused: str
+) -> None:
+    acl = server.client.execute_command
+    acl("ACL", "SETUSER", "almost", "reset", "on", f">{PASSWORD}", *broker.acl_rule().split(), *without)
+    address = url(server, "almost")
+    with redis.Redis.from_url(address) as client:
+        found = access.look(client, address)
+    assert refused in found.refused
+    assert "ACL SETUSER NAME" in (found.refusal_problem or "")
 
 
 def test_the_rule_is_for_the_database_of_the_url() -> None:

@@ -191,6 +191,36 @@ def test_entries_of_a_stream_that_is_always_in_use_go_with_what_they_announce(re
     asyncio.run(main())
 
 
+def test_the_record_of_a_message_that_carries_its_request_keeps_no_entry_of_the_stream(
+    redis_url, idle_worker, make, client
+):
+    """Such a record stays for its full time; what was announced of it goes with its result all the same."""
+    stream = broker.stream_key("default")
+
+    async def main() -> None:
+        connection = FleetConnection(redis_url, keep_consumed=KEEP)
+        requests = make(2)
+        await connection.submit(requests)
+        for request in requests:
+            client.hset(broker.job_key(request.rollout_id), "carried", 1)
+            end_it(idle_worker, "default", request)
+        await connection.consumed("default", ["r-0", "r-1"])
+        for rollout_id in ("r-0", "r-1"):
+            record, result = ttls(client, rollout_id)
+            assert is_long(record)
+            assert is_short(result)
+        assert is_short(client.ttl(stream)), "all of it is consumed"
+        entries = [entry for _, entry in client.xrange(stream)]
+        client.delete(stream, broker.result_key("r-0"), broker.result_key("r-1"))
+        for n, entry in enumerate(entries):
+            client.xadd(stream, entry, id=f"{n + 1}-0")
+        await connection.consumed("default", ["r-1"])
+        assert client.xrange(stream) == [], "nothing is left of what they announce"
+        await connection.close()
+
+    asyncio.run(main())
+
+
 def test_a_position_whose_entry_was_deleted_is_no_stream_that_was_lost(settings, idle_worker, make, client):
     async def main() -> None:
         requests = make(3)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
@@ -117,6 +118,37 @@ def test_silent_clients_neither_fill_the_worker_with_threads_nor_hold_up_its_end
             wait_until(lambda: all(_is_closed(client) for client in hung_up), what="those too many to be hung up on")
             begin = time.monotonic()
         assert time.monotonic() - begin < 40, "it waited for them"
+
+
+def test_clients_that_send_a_byte_now_and_then_lose_their_places(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_PATIENCE", 0.5)
+    ended = threading.Event()
+
+    def drip(clients: list[socket.socket]) -> None:
+        while not ended.wait(0.05):
+            for client in clients:
+                with suppress(OSError):
+                    client.sendall(b"G")
+
+    with ExitStack() as stack, worker.served() as url:
+        port = int(url.rpartition(":")[2])
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(admin._MOST_REQUESTS)]
+        dripping = threading.Thread(target=drip, args=[slow])
+        dripping.start()
+        stack.callback(dripping.join)
+        stack.callback(ended.set)
+        wait_until(lambda: probe("127.0.0.1", port, "/livez").ok, timeout=10, what="an answer to a probe")
+
+
+def test_nobody_is_asked_for_the_name_of_the_host(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("a name server was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", ask)
+    with worker.served() as url:
+        assert httpx.get(f"{url}/livez").status_code == 200
 
 
 def _is_closed(client: socket.socket) -> bool:

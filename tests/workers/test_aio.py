@@ -158,8 +158,8 @@ def test_first_of_cancels_the_others_and_raises_what_the_first_raised() -> None:
     with pytest.raises(ValueError, match="first"):
         asyncio.run(first_of(for_ever(), fails(), timeout=5))
     assert cancelled == ["other"]
-    assert asyncio.run(first_of(asyncio.sleep(0), for_ever(), timeout=5)) is True
-    assert asyncio.run(first_of(for_ever(), timeout=0.01)) is False
+    assert asyncio.run(first_of(asyncio.sleep(0, "done"), for_ever(), timeout=5)) == "done"
+    assert asyncio.run(first_of(for_ever(), timeout=0.01)) is None
 
 
 def test_a_turnstile_lets_a_few_through_in_each_turn_of_the_loop_in_order() -> None:
@@ -221,9 +221,9 @@ def test_of_two_works_that_end_together_the_first_one_counts() -> None:
     async def fail() -> None:
         raise ValueError("too late")
 
-    async def succeed() -> None:
-        pass
+    async def succeed() -> int:
+        return 0
 
-    assert asyncio.run(first_of(succeed(), fail(), timeout=5))
+    assert asyncio.run(first_of(succeed(), fail(), timeout=5)) == 0
     with pytest.raises(ValueError, match="too late"):
         asyncio.run(first_of(fail(), succeed(), timeout=5))

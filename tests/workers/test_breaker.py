@@ -30,8 +30,9 @@ class World:
 
     def __init__(self, pause: float = 0.05, held: int = 7) -> None:
         self.limits: list[int | None] = []
+        self.held = held
         self.breaker = Breaker(
-            failures=3, pause=pause, longest=3 * pause, limit=self.limits.append, running=lambda: held
+            failures=3, pause=pause, longest=3 * pause, limit=self.limits.append, running=lambda: self.held
         )
 
     def attempt(self, error: ErrorInfo | None = None, *, past: Phase = Phase.SCORE, began: float | None = None) -> None:
@@ -106,6 +107,26 @@ def test_a_probe_that_works_closes_it_and_one_that_fails_doubles_the_pause() -> 
         assert world.breaker.state is State.PROBING, "one that began long ago proves nothing"
         world.attempt()
         assert (world.breaker.state, world.limits[-1], world.breaker._pause) == (State.CLOSED, None, 0.05)
+
+    story(work)
+
+
+def test_a_probe_is_one_rollout_however_many_old_ones_end_meanwhile() -> None:
+    async def work(world: World) -> None:
+        old = time.monotonic()
+        for _ in range(3):
+            world.attempt(failure())
+        world.breaker.released(old)
+        assert world.limits == [0], "while it is open, there is nothing to lower"
+        await world.until(State.PROBING)
+        for _ in range(7):
+            world.breaker.released(old)
+        assert world.limits == [0, 8, 7, 6, 5, 4, 3, 2, 1], "the place of each that ends is closed"
+        world.breaker.released(time.monotonic())
+        assert world.limits[-1] == 1, "a probe that ends without a proof makes place for the next one"
+        world.attempt()
+        world.breaker.released(old)
+        assert world.limits[-1] is None
 
     story(work)
 

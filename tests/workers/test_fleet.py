@@ -280,6 +280,124 @@ def test_a_redis_that_hangs_does_not_hold_celerys_thread(
     wait_until(lambda: told == [Ignore])
 
 
+def unsure(worker: Worker, rollout_id: str = "r1") -> None:
+    """Have the claim of a rollout succeed, and its answer be lost."""
+    claim = worker.fleet.claims._impatient.claim
+
+    def lose(*args: object) -> None:
+        claim(*args)
+        raise redis.TimeoutError("the answer was lost")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.fleet.claims._impatient, "claim", lose)
+        _, told = worker.wake(rollout_id)
+    wait_until(lambda: told == [Ignore])
+    assert worker.record(rollout_id)["state"] == "running"
+
+
+def test_a_claim_whose_answer_was_lost_is_given_back_and_spends_no_attempt(start: Start, redis_url: str) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)  # the lease keeper's own sweeps are far apart
+    unsure(worker)
+    worker.fleet.claims.settle_unsure()
+    record = worker.record()
+    assert (record["state"], record["attempt"], record["spent"]) == ("pending", "1", "0")
+    assert worker.fleet.claims._unsure == set()
+
+
+def test_a_claim_that_is_being_made_is_not_taken_for_the_lost_one(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is settled in the moment between the second claim's answer and its being held."""
+    worker = start(redis_url, lease_ttl=3600.0)
+    held = worker.fleet.claims
+    held._unsure.add("r1")  # the first claim never reached Redis
+    claim = held._impatient.claim
+
+    def settled_meanwhile(*args: object) -> object:
+        found = claim(*args)
+        held.settle_unsure()
+        return found
+
+    monkeypatch.setattr(held._impatient, "claim", settled_meanwhile)
+    worker.wake()
+    assert (worker.record()["state"], worker.holds()) == ("running", (["r1"], ["r1"]))
+    held.settle_unsure()
+    assert (worker.record()["state"], held._unsure) == ("running", set())
+
+
+def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the_sweep(
+    start: Start, redis_url: str
+) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+    for rollout_id in ("r1", "r2", "r3"):
+        unsure(worker, rollout_id)
+    worker.client.hset(broker.job_key("r1"), "request", b"[1]")
+    worker.client.hset(broker.job_key("r2"), "attempt", "x")
+    worker.client.zadd(broker.DELAYED, {"r3": 1})
+    worker.client.delete(broker.SWEPT)
+    worker.fleet.sweep()
+    assert worker.fleet.claims._unsure == set()
+    assert [worker.record(rollout_id)["state"] for rollout_id in ("r1", "r2", "r3")] == ["running"] * 2 + ["pending"]
+    assert worker.client.zcard(broker.DELAYED) == 0, "the sweep was made"
+
+
+def test_a_lost_claim_is_kept_in_mind_while_redis_is_away(start: Start, redis_url: str) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+    unsure(worker)
+
+    def away(rollout_id: str) -> None:
+        raise redis.ConnectionError("away")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.fleet.claims._store, "claimed_by", away)
+        with pytest.raises(redis.ConnectionError):
+            worker.fleet.claims.settle_unsure()
+    worker.fleet.claims.settle_unsure()
+    assert worker.record()["state"] == "pending"
+
+
+def test_a_refusal_is_not_told_as_silence(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise redis.exceptions.NoPermissionError("this user has no permissions to run the 'eval' command")
+
+    monkeypatch.setattr(worker.fleet.store, "take_turn", refuse)
+    worker.fleet.sweep()
+    assert "no sweep, Redis refuses it: this user has no permissions" in caplog.text
+
+
+def test_a_worker_that_waits_for_redis_names_the_setting_and_asks_less_and_less_often(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(redis_url)
+    worker.fleet.settings = worker.fleet.settings.model_copy(update={"redis_url": "redis://u:secret@nowhere:1/0"})
+    delays: list[float] = []
+    failures = iter(range(6))
+
+    def call() -> str:
+        if next(failures, None) is None:
+            return "there"
+        raise redis.ConnectionError("refused")
+
+    async def note(delay: float) -> None:
+        delays.append(delay)
+
+    async def wait() -> str:
+        return str(await worker.fleet._when_redis_answers(None, call))
+
+    monkeypatch.setattr("workers.fleet.asyncio.sleep", note)
+    assert asyncio.run(wait()) == "there"
+    monkeypatch.undo()
+    assert [delay for delay in delays if delay >= 0.5] == [0.5, 1, 2, 4, 8, 8]
+    (line, *_) = [r for r in caplog.records if "worker's start waits" in r.getMessage()]
+    assert "redis://***@nowhere:1/0, check ROLLOUTS_REDIS_URL" in line.getMessage()
+    assert "secret" not in caplog.text
+    assert not hasattr(line, "rollout_id")
+
+
 def test_a_shutdown_without_redis_lets_the_lease_lapse(
     start: Start, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,8 +104,9 @@ def test_a_request_for_another_gateway_is_invalid_unless_the_worker_allows_it(tm
                 closed.of(wanted)
             assert raised.value.info().kind is ErrorKind.INVALID_REQUEST
             assert opened.of(wanted)[0] == "http://other:2"
-            # Nor is it called to clear up what somebody else may have left there.
-            assert closed.gateway_of("http://other:2", None) is None
+            # Nor is it called to clear up what somebody else may have left there: that is left to who may.
+            with pytest.raises(InvalidRolloutError):
+                closed.gateway_of("http://other:2", None)
             found = opened.gateway_of("http://other:2", None)
             assert found is not None
             assert found[0] == "http://other:2"

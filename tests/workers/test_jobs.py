@@ -20,6 +20,7 @@ from producer.contract import ErrorInfo, ErrorKind, InvalidRequestError, Rollout
 from workers import history, results
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
+from workers.ledger import Ledger
 from workers.sweep import sweep
 
 FAILED = HandBack(error=ErrorInfo(kind=ErrorKind.SANDBOX, message="it died"))
@@ -353,6 +354,92 @@ def test_no_lease_is_believed_lapsed_while_redis_was_away(store: JobStore, app: 
     lapse(store)
     assert "requeued" not in sweep(store, app, trusted=False)
     assert record(store)["state"] == "running"
+
+
+def test_no_lease_is_believed_lapsed_until_redis_has_been_up_for_as_long_as_one_lives(
+    store: JobStore, app: Celery
+) -> None:
+    claimed(store)
+    lapse(store)
+    store.lease_ttl = store.uptime() + 3600
+    store.client.delete(broker.SWEPT)
+    assert "requeued" not in sweep(store, app)
+    assert record(store)["state"] == "running"
+
+
+def test_a_user_that_may_not_ask_for_the_uptime_recovers_one_lease_after_its_own_start(
+    store: JobStore, app: Celery, redis_url: str
+) -> None:
+    store.client.execute_command("ACL", "SETUSER", "no-info", "on", ">pw", "~*", "&*", "+@all", "-info")
+    claimed(store)
+    lapse(store)
+    with redis.Redis.from_url(redis_url, username="no-info", password="pw") as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.info("server")
+        theirs = JobStore(client, app, lease_ttl=0.5)
+        assert 0 <= theirs.uptime() < 60
+        theirs.lease_ttl = 3600
+        assert "requeued" not in sweep(theirs, app), "its own start is too recent"
+        theirs.lease_ttl = 0.5
+        store.client.delete(broker.SWEPT)
+        wait_until(lambda: sweep(theirs, app).get("requeued") == 1)
+        ledger = Ledger(client, lease_ttl=0.1)
+        wait_until(ledger.is_settled)
+    assert record(store)["state"] == "pending"
+
+
+ODD = {
+    "priority": {"priority": "x"},
+    "huge priority": {"priority": "9" * 5000},
+    "negative priority": {"priority": "-1"},
+    "bytes": {"worker": b"\xff", "batch": b"\xff"},
+}
+
+
+@pytest.mark.parametrize("fields", ODD.values(), ids=list(ODD))
+def test_a_record_with_odd_fields_is_run_again_and_holds_up_no_other(
+    store: JobStore, app: Celery, fields: dict[str, str | bytes]
+) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    for rollout_id in ("odd", "r1", "late-odd", "late"):
+        claimed(store, rollout_id=rollout_id)
+        lapse(store, rollout_id)
+    for rollout_id in ("late-odd", "late"):
+        store.release(request(rollout_id), 1, "w1", replace(FAILED, delay=0.001))
+    store.client.hset(broker.job_key("odd"), mapping=fields)
+    store.client.hset(broker.job_key("late-odd"), mapping=fields)
+    store.client.zadd(broker.DELAYED, {"late-odd": 1, "late": 1})
+
+    assert sweep(store, app) == {"requeued": 2, "woken": 2}
+    assert store.client.zcard(broker.RUNNING) == store.client.zcard(broker.DELAYED) == 0
+
+
+def test_what_is_no_record_at_all_is_taken_off_the_lists(store: JobStore, app: Celery) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    store.client.set(broker.job_key("text"), "x")
+    for key in (broker.RUNNING, broker.DELAYED):
+        store.client.zadd(key, {"text": 0, b"\xff": 0})
+    store.client.hset(broker.job_key("long"), mapping={"state": "running", "attempt": "9" * 5000})
+    store.client.zadd(broker.RUNNING, {"long": 0})
+    claimed(store)
+    lapse(store)
+
+    assert sweep(store, app) == {"requeued": 1}
+    assert store.client.zcard(broker.RUNNING) == store.client.zcard(broker.DELAYED) == 0
+
+
+@pytest.mark.parametrize("name", ["spent", "max_attempts"])
+def test_a_lapsed_rollout_whose_record_no_script_can_read_ends_with_the_reason(
+    store: JobStore, app: Celery, name: str
+) -> None:
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store)
+    store.client.hset(broker.job_key("r1"), name, "x")
+    lapse(store)
+    sweep(store, app)
+    result = RolloutResult.parse(app.backend.get_task_meta("r1")["result"])
+    assert "its worker died, and its record cannot be read" in str(result.error)
+    assert (record(store)["state"], store.client.zcard(broker.RUNNING)) == ("done", 0)
 
 
 def test_a_rollout_that_kills_its_workers_ends_with_its_history(store: JobStore, app: Celery) -> None:

@@ -167,6 +167,36 @@ def test_where_an_attempt_left_things_is_in_its_request(store: JobStore, ledger:
     assert ledger.origin(ledger.entries()[0]) == Origin()
 
 
+@pytest.mark.parametrize("ended", ["requeued", "exhausted", "noted"])
+def test_an_entry_names_the_gateway_of_the_worker_that_died(
+    client: redis.Redis, store: JobStore, ledger: Ledger, ended: str
+) -> None:
+    theirs = JobStore(client, Celery("test", set_as_current=False), lease_ttl=0.2, gateway_url="http://theirs:1")
+    claim = claimed(theirs, max_attempts=1 if ended == "exhausted" else 3)
+    if ended == "requeued":
+        lapse(store)
+        store.requeue_lapsed(store.lapsed()[0], DIED)
+    elif ended == "exhausted":
+        lapse(store)
+        store.commit("r1", claim.attempt, "b", StopCondition.HAS_ERROR, b"x", lapsed=True)
+    else:
+        ledger.note("r1", 1, "w1", "http://theirs:1")
+    (entry,) = ledger.entries()
+    assert entry.gateway == "http://theirs:1"
+    assert ledger.origin(entry) == Origin("http://theirs:1")
+    ledger.postpone(entry, 0.0)
+    assert ledger.entries()[0].gateway == "http://theirs:1"
+
+
+def test_the_gateway_of_a_request_comes_before_its_workers_and_none_is_none(store: JobStore, ledger: Ledger) -> None:
+    claimed(store, gateway_url="http://far:1")
+    claimed(store, "r2", use_gateway=False)
+    for rollout_id in ("r1", "r2"):
+        ledger.note(rollout_id, 1, "w1", "http://theirs:1")
+    origins = {entry.rollout_id: ledger.origin(entry) for entry in ledger.entries()}
+    assert origins == {"r1": Origin("http://far:1"), "r2": Origin(None, False)}
+
+
 def test_an_id_that_is_used_once_more_is_another_rollouts(store: JobStore, ledger: Ledger) -> None:
     claimed(store)
     ledger.note("r1", 1, "w1")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -584,6 +585,37 @@ def test_closing_the_provider_ends_open_sandboxes(tmp_path: Path) -> None:
         await sandboxes.aclose()
 
     asyncio.run(main())
+
+
+def test_closing_waits_for_no_hook_that_blocks_the_loops_threads(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        sandboxes = LocalSandboxes(root=tmp_path / "root")
+        async with sandboxes.create(spec()):
+            hook = asyncio.create_task(asyncio.to_thread(go_on.wait, 60))
+        try:
+            await asyncio.wait_for(sandboxes.aclose(), 20)
+        finally:
+            go_on.set()
+        assert await hook
+        assert list((tmp_path / "root").iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_an_exit_code_is_known_although_the_output_cannot_be_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: object) -> CommandResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def body(sandbox: LocalSandbox) -> int:
+        job = await sandbox.start_job("exit 3")
+        return await asyncio.wait_for(job.ended(), 20)
+
+    monkeypatch.setattr(LocalSandbox, "read_output", hang)
+    assert run(body) == 3
 
 
 def test_an_unused_provider_starts_nothing_and_closes(tmp_path: Path) -> None:

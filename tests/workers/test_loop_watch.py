@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -124,6 +124,49 @@ def blocking() -> Iterator[Blocking]:
     environment = Blocking()
     yield environment
     environment.go_on.set()
+
+
+def test_a_loop_moves_while_its_lifespan_waits_to_be_entered() -> None:
+    may_enter = threading.Event()
+
+    @asynccontextmanager
+    async def waiting_for_redis() -> AsyncIterator[None]:
+        while not may_enter.is_set():
+            await asyncio.sleep(0.01)
+        yield
+
+    loop = LoopThread(waiting_for_redis, lambda: None, 1.0)
+    made = loop.lag.progress
+    starting = threading.Thread(target=loop.start)
+    starting.start()
+    try:
+        wait_until(lambda: loop.lag.progress > made, timeout=5, what="the loop to be seen moving")
+    finally:
+        may_enter.set()
+        starting.join()
+        loop.stop()
+
+
+def test_what_blocks_the_loop_is_named_while_redis_stalls(
+    redis_url: str, blocking: Blocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled, answers = threading.Event(), threading.Event()
+
+    def stall() -> int:
+        stalled.set()
+        answers.wait(30)
+        return 0
+
+    with worker_on(redis_url) as worker:
+        monkeypatch.setattr(worker.store, "now_ms", stall)
+        try:
+            assert stalled.wait(10)
+            ended = worker.run(blocking)
+            wait_until(lambda: "Blocking.score" in worker.watch.episodes, timeout=10, what="the hook to be named")
+        finally:
+            blocking.go_on.set()
+            answers.set()
+        assert ended.result(10) is not None
 
 
 def test_a_hook_that_blocks_the_loop_for_two_ttls_costs_no_lease_and_is_named(

@@ -24,7 +24,7 @@ from producer import broker
 from producer.contract import RolloutRequest
 from workers import orphans as module
 from workers.cli import app as command_line
-from workers.errors import GatewayError, SandboxError, TunnelError
+from workers.errors import GatewayError, InvalidRolloutError, SandboxError, TunnelError
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore
 from workers.leases import REPORT_TTL
@@ -55,6 +55,7 @@ class World:
     #: Called in the middle of a listing.
     meanwhile: Callable[[], Any] = lambda: None
     gateway: str | None = "http://gateway"
+    forbidden: str = ""
 
     @property
     def sandboxes(self) -> Any:
@@ -67,6 +68,8 @@ class World:
     def gateway_of(self, gateway_url: str | None, use_gateway: bool | None) -> tuple[str, Any] | None:
         if use_gateway is False or self.gateway is None:
             return None
+        if gateway_url == self.forbidden:
+            raise InvalidRolloutError(f"this worker may not use {gateway_url}")
         return gateway_url or self.gateway, self
 
     async def unregister(self, gateway_url: str, rollout_id: str) -> None:
@@ -312,6 +315,47 @@ def test_registrations_are_looked_for_where_the_rollout_had_them(
     assert ledger.entries() == []
 
 
+def test_a_dead_workers_attempt_is_forgotten_at_its_own_gateway(
+    world: World, store: JobStore, ledger: Ledger, sweep: Sweep
+) -> None:
+    theirs = JobStore(store.client, Celery("test", set_as_current=False), lease_ttl=60.0, gateway_url="http://theirs:1")
+    killed(theirs, "r1")
+    world.registered = {("http://theirs:1", "r1"), ("http://gateway", "r1")}
+    sweep(lambda orphans: orphans.clear_entries())
+    assert world.registered == {("http://gateway", "r1")}
+    assert ledger.entries() == []
+
+
+def test_what_is_registered_where_this_worker_may_not_call_is_left_to_another(
+    world: World, ledger: Ledger, sweep: Sweep, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.note("r1", 1, "dead", "http://theirs:1")
+    before = ledger.entries()
+    world.registered, world.forbidden = {("http://theirs:1", "r1")}, "http://theirs:1"
+    cleared = sweep(lambda orphans: orphans.clear_entries())
+    assert [leak.rollout_id for leak in cleared.left] == ["r1"]
+    assert ledger.entries() == before, "nor is it put off"
+    world.forbidden = ""  # another worker has the turn
+    sweep(lambda orphans: orphans.clear_entries())
+    assert (world.registered, ledger.entries()) == (set(), [])
+
+    ledger.note("r2", 1, "dead", "http://theirs:1")
+    world.forbidden = "http://theirs:1"
+    monkeypatch.setattr(module, "GATEWAY_PATIENCE", -1)
+    sweep(lambda orphans: orphans.clear_entries())
+    assert ledger.entries() == [], "nobody may"
+
+
+def test_nothing_is_believed_left_until_redis_has_been_up_for_as_long_as_a_lease_lives(
+    world: World, ledger: Ledger, sweep: Sweep
+) -> None:
+    ledger.note("r1", 1, "dead")
+    ledger._lease_ttl = 1e9
+    sweep(lambda orphans: orphans.take_turn())
+    assert world.lists == []
+    assert len(ledger.entries()) == 1
+
+
 def test_an_attempt_of_a_rollout_that_no_record_tells_of_is_cleared_too(
     world: World, ledger: Ledger, sweep: Sweep
 ) -> None:
@@ -544,7 +588,7 @@ def test_a_turn_ends_in_time_and_the_count_is_known_all_the_same(
     world: World, ledger: Ledger, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait_until(ledger.is_settled)
-    monkeypatch.setattr(module, "TURN_LIMIT", 0.05)
+    monkeypatch.setattr(module, "PART_LIMIT", 0.05)
     ledger.note("r1", 1, "w1")
 
     async def turn(orphans: Orphans) -> int:
@@ -558,6 +602,26 @@ def test_a_turn_ends_in_time_and_the_count_is_known_all_the_same(
 
     assert sweep(turn) == 1
     assert "the next turn goes on" in caplog.text
+
+
+def test_a_gateway_that_hangs_uses_up_nobody_elses_time(
+    world: World, ledger: Ledger, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(ledger.is_settled)
+    ledger.note("r1", 1, "another")
+    world.tunnel("t", "dead")
+    world.sandbox("s", "r2")
+    hung: list[str] = []
+
+    async def hang(url: str, rollout_id: str) -> None:
+        hung.append(rollout_id)
+        monkeypatch.setattr(module, "PART_LIMIT", 30.0)  # only the part that hangs is short of time
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(world, "unregister", hang)
+    monkeypatch.setattr(module, "PART_LIMIT", 2.0)
+    sweep(lambda orphans: orphans.take_turn())
+    assert (hung, sorted(world.deleted)) == (["r1"], ["s", "t"])
 
 
 def test_prometheus_is_told_what_may_be_left() -> None:

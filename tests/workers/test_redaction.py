@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import keep_head_and_tail
-from workers.redaction import redacted
+from workers.redaction import redacted, redacted_output
 from workers.sandboxes.prime_output import keep_ends
 
 SECRET = "hf_Zq8€\"'\\w0rTyPeX-9"
@@ -58,6 +58,21 @@ def test_what_only_looks_like_a_piece_stays() -> None:
     text = f"{SECRET[:6]} at the beginning, {SECRET[3:9]} and {SECRET[-6:]} within, hf_"
     assert redacted(text, {"KEY": SECRET}) == text
     assert redacted("1 and 1", {"KEY": "1"}) == "1 and 1"
+
+
+@pytest.mark.parametrize("text", ["answer: see http", "xyz is the answer: see http", "/xyz", "http...", "see http\n"])
+def test_output_that_holds_no_secret_stays_as_it_is_at_its_ends_too(text: str) -> None:
+    secrets = {"URL": "http://internal/xyz"}
+    assert redacted_output(text, secrets, unfinished=False) == text
+    assert redacted_output(text, secrets, unfinished=True) == text
+    assert redacted(text.removesuffix("..."), secrets) == text.removesuffix("...")
+
+
+@pytest.mark.parametrize("size", range(8, len(SECRET)))
+def test_output_that_was_read_while_it_was_printed_may_end_within_a_secret(size: int) -> None:
+    text = f"key: {SECRET[:size]}"
+    assert redacted_output(text, {"KEY": SECRET}, unfinished=True) == "key: [redacted KEY]"
+    assert redacted_output(text, {"KEY": SECRET}, unfinished=False) == text
 
 
 def test_a_text_that_is_made_of_pieces_takes_no_time() -> None:

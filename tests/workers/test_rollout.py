@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+import workers.rollout
 from producer.contract import ErrorKind, Phase, RolloutRequest, StopCondition
 from workers.environment import Environment
 from workers.errors import GatewayError, SandboxError, TunnelError
 from workers.gateway.protocol import Progress, Registration, Trajectory
 from workers.rollout import Systems, run_rollout
+from workers.sandboxes import prime_output
 from workers.sandboxes.base import CommandResult, SandboxSpec
 from workers.state import Rollout
 from workers.watchdog import IdleWatch, Limits
@@ -135,11 +138,12 @@ class Sandbox:
         return self
 
     async def ended(self) -> int:
-        return (await self.wait()).exit_code
-
-    async def wait(self) -> CommandResult:
         await self.world.at("wait")
         await self.world.agent_ends.wait()
+        return self.world.exit_code
+
+    async def wait(self) -> CommandResult:
+        await self.world.at("read")
         return CommandResult(self.world.exit_code, "out", "err")
 
     async def output(self) -> CommandResult | None:
@@ -194,7 +198,7 @@ def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> No
     assert result.rollout_base_url == f"http://tunnel.test/v1/rollouts/{result.rollout_id}"
     assert (result.tunnel_id, result.tunnel_local_addr, result.sandbox_id) == ("tn-1", "gateway", "sb-1")
     assert set(result.durations) == {p.value for p in Phase}
-    order = ["register", "tunnel", "create", "start_job", "wait", "wait", "fetch", "confirm", "execute"]
+    order = ["register", "tunnel", "create", "start_job", "wait", "read", "fetch", "confirm", "execute"]
     assert world.calls == [*order, "delete", "untunnel", "unregister"]
     assert world.held == set()
 
@@ -204,9 +208,10 @@ def test_the_agents_key_goes_into_secrets_and_its_variables_into_env() -> None:
     rollout = run(world, attempt_of(env={"OPENAI_TIMEOUT": "5", "MINE": "1"}))
 
     assert world.spec is not None
-    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key}
+    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key, "ANTHROPIC_API_KEY": rollout.api_key}
     assert world.spec.env == {
         "OPENAI_BASE_URL": rollout.rollout_base_url,
+        "ANTHROPIC_BASE_URL": rollout.rollout_base_url,
         "OPENAI_MODEL": "m",
         "OPENAI_TIMEOUT": "5",
         "OPENAI_REQUEST_TIMEOUT": "600",
@@ -305,6 +310,25 @@ def test_output_that_cannot_be_read_costs_no_rollout(monkeypatch: pytest.MonkeyP
 
     assert result.stop_condition is StopCondition.AGENT_TIMEOUT
     assert "could not be read" in result.warnings[0]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_agent_that_ended_is_judged_by_its_exit_code_although_its_output_cannot_be_read(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rollout._OUTPUT_TIMEOUT", 0.02)
+    world = World(read="hang")
+    world.exit_code = code
+    result = run(world, attempt_of()).result()
+
+    assert (result.agent_completed, result.agent_exit_code) == (True, code)
+    assert "could not be read" in result.warnings[0]
+    assert (result.error.message if result.error else None) == (f"the agent exited with {code}" if code else None)
+    assert world.held == set()
+
+
+def test_a_provider_gives_up_the_output_before_its_rollout_does() -> None:
+    assert prime_output.LIMIT < workers.rollout._OUTPUT_TIMEOUT
 
 
 # -- the hard limit ----------------------------------------------------------------------------------------------------
@@ -672,6 +696,44 @@ def test_secrets_are_cut_out_of_everything_that_is_said() -> None:
     result = run(world, rollout, environment).result()
     assert "hush-hush" not in result.to_json().decode()
     assert "[redacted TOKEN]" in result.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("point", "error", "stage"),
+    [
+        ("create", SandboxError("refused hush-hush"), "finish"),
+        ("create", ValueError("hush-hush"), "sandbox: unexpected error"),
+        ("delete", SandboxError("still there: hush-hush"), "cleanup: "),
+        ("delete", ValueError("hush-hush"), "cleanup: unexpected error"),
+        ("confirm", TunnelError("hush-hush"), "tunnel_died"),
+        ("progress", GatewayError("hush-hush"), "idle_watch"),
+        ("unregister", GatewayError("hush-hush"), "unregister"),
+    ],
+)
+def test_errors_are_logged_without_the_secrets_that_they_quote(
+    point: str, error: Exception, stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(**{point: error})
+    rollout = attempt_of()
+    if point == "progress":
+        world.agent_ends.clear()
+        rollout = idle_attempt(agent=0.2)
+    if point == "unregister":
+        rollout.attempt = 2
+    rollout.secrets = {"TOKEN": "hush-hush"}
+    with caplog.at_level(logging.INFO, logger="workers"):
+        run(world, rollout)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if line.startswith(stage) and "[redacted TOKEN]" in line]
+    assert "hush-hush" not in caplog.text, "tracebacks included"
+
+
+def test_what_an_agent_printed_stays_as_it_is_where_it_holds_no_secret() -> None:
+    rollout = attempt_of()
+    rollout.secrets = {"URL": "http://internal/xyz"}
+    rollout.agent_completed, rollout.agent_stdout = True, "answer: see http"
+    assert rollout.result().agent_stdout == "answer: see http"
 
 
 def test_a_plain_hook_runs_in_a_thread_and_may_block() -> None:

@@ -24,8 +24,9 @@ redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
 if ARGV[6] == 'lapsed' then
   -- Its worker cannot be trusted to clean up.
-  local worker = redis.call('HGET', KEYS[1], 'worker') or ''
-  redis.call('HSET', KEYS[5], ARGV[1] .. ' ' .. ARGV[2], cjson.encode({worker = worker, since_ms = now}))
+  local whose = redis.call('HMGET', KEYS[1], 'worker', 'gateway')
+  local entry = {worker = whose[1] or '', gateway = whose[2] or '', since_ms = now}
+  redis.call('HSET', KEYS[5], ARGV[1] .. ' ' .. ARGV[2], cjson.encode(entry))
 end
 redis.call('XADD', KEYS[3], '*', 'id', ARGV[1], 'outcome', ARGV[3])
 redis.call('EXPIRE', KEYS[3], ARGV[4])

@@ -24,8 +24,9 @@ if ARGV[10] ~= '' then redis.call('HSET', KEYS[1], 'turns:' .. ARGV[2], ARGV[10]
 redis.call('ZREM', KEYS[2], ARGV[1])
 if ARGV[3] == 'lapsed' then
   -- Its worker cannot be trusted to clean up. In this step, so that no crash comes in between.
-  local worker = redis.call('HGET', KEYS[1], 'worker') or ''
-  redis.call('HSET', KEYS[6], ARGV[1] .. ' ' .. ARGV[2], cjson.encode({worker = worker, since_ms = now}))
+  local whose = redis.call('HMGET', KEYS[1], 'worker', 'gateway')
+  local entry = {worker = whose[1] or '', gateway = whose[2] or '', since_ms = now}
+  redis.call('HSET', KEYS[6], ARGV[1] .. ' ' .. ARGV[2], cjson.encode(entry))
 end
 if tonumber(ARGV[5]) > 0 then
   redis.call('ZADD', KEYS[4], now + ARGV[5], ARGV[1])

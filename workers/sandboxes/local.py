@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from producer.contract import Phase
-from workers.aio import uninterrupted
+from workers.aio import in_own_thread, uninterrupted
 from workers.errors import SandboxError
 from workers.reaper import SANDBOX_VARIABLE, Reaper, kill_each, remove_tree
 from workers.sandboxes import files
@@ -90,7 +90,7 @@ class LocalSandboxes(SandboxProvider):
             await asyncio.gather(*[self._delete_after_failure(sandbox) for sandbox in list(self._open)])
         finally:
             if self._reaper:
-                await asyncio.to_thread(self._reaper.close)
+                await in_own_thread(self._reaper.close, name="reaper-end")
             self._executor.shutdown(wait=False)
             self._cleaners.shutdown(wait=False)
 
@@ -373,14 +373,16 @@ class _Job(BackgroundJob):
         self._result: CommandResult | None = None
 
     async def ended(self) -> int:
-        """Return the exit code."""
-        return (await self.wait()).exit_code
+        """Return the exit code; raises `SandboxError` when the sandbox was deleted or expired before that."""
+        code = await asyncio.shield(self._group.ended)
+        if self._result is None:
+            self._sandbox.check()
+        return code
 
     async def wait(self) -> CommandResult:
-        """Return how the command ended; raises `SandboxError` when the sandbox was deleted or expired before that."""
+        """Return how the command ended, with what it printed; raises what `ended` raises."""
         if self._result is None:
-            code = await asyncio.shield(self._group.ended)
-            self._result = await self._sandbox.read_output(self._group, code)
+            self._result = await self._sandbox.read_output(self._group, await self.ended())
         return self._result
 
     async def output(self) -> CommandResult | None:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Times that the output is asked for in each way, and the seconds before the second time; doubled each time.
 TRIES, DELAY = 3, 0.25
-#: Seconds for a job's output, all tries together.
-LIMIT = 60.0
+#: Seconds for a job's output, all tries together: fewer than a rollout waits for it.
+LIMIT = 45.0
 #: Bytes of a record beside the streams' ends.
 MARKS = 200
 

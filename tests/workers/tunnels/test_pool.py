@@ -620,7 +620,9 @@ def test_waiting_for_the_fleets_turn_does_not_count_against_the_rollouts_deadlin
                 return str(lease.url)
 
         waiting = [asyncio.create_task(caller()) for _ in range(3)]
-        await asyncio.sleep(0.1)  # twice the deadline
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):  # twice the deadline
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         gate.open.set()
         assert len(set(await asyncio.gather(*waiting))) == 1
 
