@@ -167,13 +167,13 @@ class TestCommands:
         async def test(client: AsyncSandboxClient) -> None:
             async with running(client) as first, running(client) as second:
                 for number, sandbox in enumerate((first, second)):
-                    await client.execute_command(sandbox.id, f"echo {number} > /tmp/x; echo {number} > $HOME/y")
+                    await client.execute_command(sandbox.id, f"echo {number} > /tmp/each-has; echo {number} > $HOME/y")
                 for number, sandbox in enumerate((first, second)):
-                    assert (await client.read_file(sandbox.id, "/tmp/x")).content == f"{number}\n"
+                    assert (await client.read_file(sandbox.id, "/tmp/each-has")).content == f"{number}\n"
                     assert (await client.read_file(sandbox.id, "/root/y")).content == f"{number}\n"
 
         run(test)
-        assert not Path("/tmp/x").exists()
+        assert not Path("/tmp/each-has").exists()
 
     def test_a_deadline_kills_the_command(self, emulator: PrimeEmulator) -> None:
         async def test(client: AsyncSandboxClient) -> None:

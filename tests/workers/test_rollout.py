@@ -208,10 +208,9 @@ def test_the_agents_key_goes_into_secrets_and_its_variables_into_env() -> None:
     rollout = run(world, attempt_of(env={"OPENAI_TIMEOUT": "5", "MINE": "1"}))
 
     assert world.spec is not None
-    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key, "ANTHROPIC_API_KEY": rollout.api_key}
+    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key}
     assert world.spec.env == {
         "OPENAI_BASE_URL": rollout.rollout_base_url,
-        "ANTHROPIC_BASE_URL": rollout.rollout_base_url,
         "OPENAI_MODEL": "m",
         "OPENAI_TIMEOUT": "5",
         "OPENAI_REQUEST_TIMEOUT": "600",
