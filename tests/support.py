@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,18 @@ def wait_until(predicate: Callable[[], object], timeout: float = 20.0, what: str
         if time.monotonic() > end:
             pytest.fail(f"waited {timeout} s for {what}")
         time.sleep(0.01)
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the ``rollouts`` command to its end; ``variables`` are added to this process's own."""
+    return subprocess.run(
+        [sys.executable, "-m", "workers.cli", *arguments],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 class RedisServer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import http.client
-import ipaddress
 import logging
 import socket
 import threading
@@ -25,6 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from workers.addresses import is_loopback
 from workers.registry import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def check_exposure(host: str, token: str | None) -> None:
     """Raise `ConfigurationError` when anyone on the network could read the metrics."""
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise ConfigurationError(
             f"refusing to serve metrics on {host} without a token: set ROLLOUTS_ADMIN_TOKEN (Prometheus sends it as a "
             "bearer token), or ROLLOUTS_ADMIN_HOST=127.0.0.1"
@@ -218,12 +218,3 @@ def probe(host: str, port: int, path: str) -> Health:
 def _is_bearer(authorization: str, token: str) -> bool:
     scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

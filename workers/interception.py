@@ -6,14 +6,15 @@ stall the model calls of all its agents. Agents reach it as they reach any gatew
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import socket
 import threading
+from functools import partial
 
 import uvicorn
 
+from workers.aio import in_own_thread
 from workers.gateway.server import create_app
 from workers.gateway.server.serve import listen, server_config
 
@@ -50,16 +51,7 @@ class InterceptingGateway:
     async def aclose(self) -> None:
         """End the server, and wait for it."""
         self._server.should_exit = True
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def wait() -> None:
-            self._thread.join(_STOP_LIMIT)
-            loop.call_soon_threadsafe(ended.set)
-
-        # A thread of its own: those of `asyncio.to_thread` may all be in hooks that block.
-        threading.Thread(target=wait, name="gateway-end", daemon=True).start()
-        await ended.wait()
+        await in_own_thread(partial(self._thread.join, _STOP_LIMIT), name="gateway-end")
         self._listener.close()
 
     def _serve(self) -> None:

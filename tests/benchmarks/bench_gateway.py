@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import socket
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ from typing import Any
 
 import httpx
 import psutil
-from harness import HERE, report
+from harness import HERE, default_venv, python_of, report
 
 PARTS = HERE / "gateway_parts"
 ROOT = HERE.parents[1]
@@ -155,7 +154,9 @@ def bench_calls(given: argparse.Namespace) -> None:
             ),
         }
         if not given.no_peer:
-            peer = stack.enter_context(peers_gateway(model_port, peers_python(given.venv)))
+            peer = stack.enter_context(
+                peers_gateway(model_port, python_of(given.venv, PARTS / "requirements.txt", "the peer"))
+            )
             targets["peer"] = Target(*_first(peer, "/sessions/s-{n}/v1/chat/completions"))
         for target in targets.values():
             load("calls", target.port, target.path, 32, 5)  # warm
@@ -234,24 +235,6 @@ def bench_memory(given: argparse.Namespace) -> None:
     report("gateway_memory", **rollouts(given.memory_rollouts))
 
 
-def peers_python(venv: Path) -> Path:
-    """Return the Python of the peer's virtual environment, made if it is missing."""
-    python, wanted, made = venv / "bin" / "python", PARTS / "requirements.txt", venv / ".made"
-    if not made.exists() or made.read_text() != wanted.read_text():
-        print(f"installing the peer into {venv} ...", file=sys.stderr)
-        shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, "--requirement", str(wanted)], check=True, stdout=sys.stderr)
-        made.write_text(wanted.read_text())
-    return python
-
-
-def default_venv() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "rollout-fleet" / "peer-gateway"
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="Measurements of each side, in turn (3).")
@@ -261,7 +244,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory-rollouts", type=int, default=20, help="Rollouts whose memory is measured (20).")
     parser.add_argument("--no-peer", action="store_true", help="Leave the peer out.")
     parser.add_argument("--only", choices=["calls", "streams", "memory"], help="One of the three.")
-    parser.add_argument("--venv", type=Path, default=default_venv(), help="Where the peer is installed.")
+    parser.add_argument("--venv", type=Path, default=default_venv("peer-gateway"), help="Where the peer is installed.")
     return parser.parse_args()
 
 

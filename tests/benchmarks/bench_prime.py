@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import struct
 import subprocess
@@ -30,7 +29,7 @@ import httpx
 import psutil
 import redis
 from bench_in_flight import worker_report
-from harness import HERE, report
+from harness import HERE, default_venv, python_of, report
 from upstream.ticker import summary, tick
 
 from producer import Producer, RolloutRequest, RolloutResult
@@ -230,24 +229,6 @@ def await_gateway(url: str, process: subprocess.Popen[bytes]) -> None:
 # -- the mixin ---------------------------------------------------------------------------------------------------------
 
 
-def upstream_python(venv: Path) -> Path:
-    """Return the Python of the mixin's virtual environment, made if it is missing."""
-    python, wanted, made = venv / "bin" / "python", UPSTREAM / "requirements.txt", venv / ".made"
-    if not made.exists() or made.read_text() != wanted.read_text():
-        print(f"installing the mixin into {venv} ...", file=sys.stderr)
-        shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, "--requirement", str(wanted)], check=True, stdout=sys.stderr)
-        made.write_text(wanted.read_text())
-    return python
-
-
-def default_venv() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "rollout-fleet" / "upstream-mixin"
-
-
 def theirs(count: int, emulator: Any, python: Path) -> dict[str, Any]:
     """Measure ``count`` rollouts of the mixin in one process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLOUTS_", "PRIME_", "PYTHON"))}
@@ -326,7 +307,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--start-seconds", type=float, default=0.0, help="What a sandbox takes to start (0).")
     parser.add_argument("--no-upstream", action="store_true", help="Measure ours only.")
     parser.add_argument("--local", action="store_true", help="Ours only, in local sandboxes, without the emulator.")
-    parser.add_argument("--venv", type=Path, default=default_venv(), help="Where the mixin is installed.")
+    parser.add_argument(
+        "--venv", type=Path, default=default_venv("upstream-mixin"), help="Where the mixin is installed."
+    )
     parser.add_argument("--profile", type=Path, help="Folded stacks of the worker, by py-spy if it is installed.")
     return parser.parse_args()
 
@@ -336,7 +319,9 @@ def main() -> None:
     given = arguments()
     for name in [name for name in os.environ if name.startswith(("PRIME_", "ROLLOUTS_"))]:
         del os.environ[name]  # a user's own account or fleet must have no part in it
-    python = None if given.no_upstream or given.local else upstream_python(given.venv)
+    python = (
+        None if given.no_upstream or given.local else python_of(given.venv, UPSTREAM / "requirements.txt", "the mixin")
+    )
     mine, others = [], []
     for _ in range(given.pairs):
         with ExitStack() as stack:

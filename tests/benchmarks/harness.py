@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +38,25 @@ def null_fleet(concurrency: int, workers: int = 1, **settings: str) -> Iterator[
     )
     with LocalStack(options) as stack:
         yield stack
+
+
+def python_of(venv: Path, requirements: Path, what: str) -> Path:
+    """Return the Python of a virtual environment in which another system is installed, made if it is missing."""
+    python, made = venv / "bin" / "python", venv / ".made"
+    if not made.exists() or made.read_text() != requirements.read_text():
+        print(f"installing {what} into {venv} ...", file=sys.stderr)
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "--requirement", str(requirements)], check=True, stdout=sys.stderr)
+        made.write_text(requirements.read_text())
+    return python
+
+
+def default_venv(name: str) -> Path:
+    """Return where such an environment is kept from one run to the next."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "rollout-fleet" / name
 
 
 def report(benchmark: str, **numbers: Any) -> None:

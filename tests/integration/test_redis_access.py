@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import redis
 from celery import Celery
-from support import RedisServer
+from support import RedisServer, command
 
 from producer import FleetUnreachableError, Producer, RolloutRequest, broker
 from producer.settings import ProducerSettings
@@ -115,17 +115,6 @@ def url(server: RedisServer, user: str = "fleet", password: str = QUOTED) -> str
 
 def tls_url(proxy: TlsProxy) -> str:
     return f"rediss://fleet:{QUOTED}@localhost:{proxy.port}/0?ssl_ca_certs={proxy.authority}"
-
-
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "workers.cli", *arguments],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def hides_the_password(*texts: str) -> bool:

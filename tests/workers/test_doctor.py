@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from emulators.prime import PrimeEmulator
-from support import RedisServer, free_port
+from support import RedisServer, command, free_port
 
 from workers.doctor import State, examine
 from workers.interception import InterceptingGateway
@@ -155,17 +155,6 @@ def test_environments_and_secrets_that_are_not_there() -> None:
     assert findings(secret_env="HF_TOKEN")["secrets"] == (
         State.WARN,
         "HF_TOKEN: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused",
-    )
-
-
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "workers.cli", *arguments],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
 
 

@@ -19,12 +19,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import fault_rows
 import pytest
 from emulators.prime import PrimeEmulator
+from fault_rows import Fails, Works, final, retryable
 
 from workers.errors import SandboxError
 from workers.sandboxes import polls, prime_client, prime_lifecycle, prime_output
@@ -38,48 +39,12 @@ LANES, TOKEN_LANES = 8, 1
 #: More than once, as often as the time goes.
 MANY = 0
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "500": {"status": 500},
-    "503": {"status": 503},
-    "429": {"status": 429, "retry_after": 0.05},
-    "401": {"status": 401},
-    "402": {"status": 402},
-    "404": {"status": 404},
+FAULTS = fault_rows.FAULTS | {
     "405": {"status": 405},
-    "delay": {"delay": 0.2},
-    "hang": {"hang": True},
-    "hang after": {"hang": "after"},
-    "drop before": {"drop": "before"},
-    "drop after": {"drop": "after"},
     "NOT_FOUND": {"code": "NOT_FOUND"},
     "RUNTIME_ERROR": {"code": "RUNTIME_ERROR"},
     "FORBIDDEN": {"code": "FORBIDDEN"},
 }
-
-
-@dataclass(frozen=True)
-class Works:
-    """It does what it is to do, and its endpoint was asked this often."""
-
-    asked: int
-
-
-@dataclass(frozen=True)
-class Fails:
-    """`SandboxError` with these words; ``again`` says whether another attempt is worth it."""
-
-    asked: int
-    again: bool
-    words: str
-
-
-def retryable(asked: int, words: str) -> Fails:
-    return Fails(asked, True, words)
-
-
-def final(asked: int, words: str) -> Fails:
-    return Fails(asked, False, words)
-
 
 TABLE: list[tuple[str, str, Works | Fails]] = [
     # A creation: the money is spent here, so a lost answer is looked into, and a refusal is final.

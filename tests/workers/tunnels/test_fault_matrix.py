@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from fault_rows import FAULTS, Fails, Works, final, retryable
 from prime_tunnel.core.client import TunnelClient
 
 from workers.errors import TunnelError
@@ -32,45 +32,6 @@ pytestmark = pytest.mark.xdist_group("tunnel-matrix")
 GATEWAY = "http://127.0.0.1:8080"
 LABELS = ("fleet:test", "worker:celery@w1")
 NOTHING: dict[str, list[Any]] = {"sandboxes": [], "tunnels": [], "processes": []}
-
-FAULTS: dict[str, dict[str, Any]] = {
-    "500": {"status": 500},
-    "503": {"status": 503},
-    "429": {"status": 429, "retry_after": 0.05},
-    "401": {"status": 401},
-    "402": {"status": 402},
-    "404": {"status": 404},
-    "delay": {"delay": 0.2},
-    "hang": {"hang": True},
-    "hang after": {"hang": "after"},
-    "drop before": {"drop": "before"},
-    "drop after": {"drop": "after"},
-}
-
-
-@dataclass(frozen=True)
-class Works:
-    """It does what it is to do, and its endpoint was asked this often."""
-
-    asked: int
-
-
-@dataclass(frozen=True)
-class Fails:
-    """`TunnelError` with these words; ``again`` says whether another attempt is worth it."""
-
-    asked: int
-    again: bool
-    words: str
-
-
-def retryable(asked: int, words: str) -> Fails:
-    return Fails(asked, True, words)
-
-
-def final(asked: int, words: str) -> Fails:
-    return Fails(asked, False, words)
-
 
 TABLE: list[tuple[str, str, Works | Fails]] = [
     # A start: asked for again, except where the account has to be put right first.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import ipaddress
 import logging
 import socket
 from pathlib import Path
@@ -13,6 +12,7 @@ import uvicorn
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from workers.addresses import is_loopback
 from workers.gateway.server.app import MAX_BODY_BYTES, GatewayApp, create_app
 from workers.gateway.server.guard import GuardedProtocol
 from workers.gateway.server.peers import Peers
@@ -129,7 +129,7 @@ def server_config(app: object, shutdown_grace: float = 30.0) -> uvicorn.Config:
 
 def check_exposure(settings: GatewaySettings) -> None:
     """Raise `ValueError` when anyone on the network could read and end rollouts."""
-    if _is_loopback(settings.host) or settings.control_key_value or settings.insecure:
+    if is_loopback(settings.host) or settings.control_key_value or settings.insecure:
         return
     raise ValueError(
         f"refusing to listen on {settings.host} without a control key: anyone who reaches this address could read and "
@@ -173,12 +173,3 @@ def _peers(settings: GatewaySettings) -> Peers | None:
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
