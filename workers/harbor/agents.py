@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from producer.harbor import ORACLE
+from producer.agents import ORACLE
 from workers.errors import InvalidRolloutError
 from workers.harbor import shell_agent
 
