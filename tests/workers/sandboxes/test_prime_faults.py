@@ -130,7 +130,7 @@ def test_429_pauses_the_whole_fleet_for_as_long_as_the_platform_says(prime: Prim
             began = asyncio.get_running_loop().time()
             first = asyncio.create_task(one(sandboxes))
             redis = Redis.from_url(redis_url)
-            await prime.until(lambda: redis.hget(throttle_key("sandbox-creates"), "pauses"), "the pause")
+            await prime.until(lambda: redis.hget(throttle_key("sandbox-creates"), "pauses") == b"1", "the pause")
             second = await one(other)
             return await first - began, second - began
         finally:
