@@ -9,9 +9,9 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,8 +19,6 @@ import redis
 from celery import Celery
 from celery.exceptions import Ignore
 from prometheus_client.registry import Collector
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from producer.contract import (
     ErrorInfo,
@@ -32,18 +30,26 @@ from producer.contract import (
     StopCondition,
 )
 from producer.server import redact, what_redis_does
-from workers import access, claims
+from workers import access, claims, instruments
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
 from workers.environment import Environment
 from workers.errors import RolloutError
 from workers.history import HandBack
-from workers.jobs import Claim, JobStore, Renewal, Requeue
+from workers.jobs import Claim, JobStore, Renewal, Requeue, connected
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
 from workers.loop_watch import LoopWatch
-from workers.metrics import BreakerCollector, LeakCollector, LoopCollector, TunnelCollector
+from workers.metrics import (
+    SCRAPE_PATIENCE,
+    BreakerCollector,
+    LeakCollector,
+    LoopCollector,
+    QueueCollector,
+    RolloutCollector,
+    TunnelCollector,
+)
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
 from workers.registry import Secrets, check
@@ -103,7 +109,7 @@ class Fleet:
             )
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
-            impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
+            impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
             self.claims = self.app.rollout_records = claims.Claims(
                 self.app,
                 self.store,
@@ -119,7 +125,8 @@ class Fleet:
                 limit=self._cap_by_breaker,
                 running=lambda: len(self.claims),
             )
-            admin.collect(*self._collectors())
+            scraped = stack.enter_context(connected(self.settings, self.app, patience=SCRAPE_PATIENCE, once=True))
+            admin.collect(QueueCollector(scraped), *self._collectors())
             self.keeper.start()
             stack.push_async_callback(self._stop_keeper)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
@@ -143,6 +150,8 @@ class Fleet:
 
     def _collectors(self) -> tuple[Collector, ...]:
         return (
+            *instruments.ALL,
+            RolloutCollector(lambda: list(self._running.values()), lambda: self.pool.limit),
             TunnelCollector(self.systems.tunnels.report),
             LeakCollector(lambda: self.orphans.leaked),
             BreakerCollector(self.breaker.report),
@@ -370,21 +379,3 @@ class Fleet:
         if self.keeper.hung:
             return "hung"
         return "running" if self.breaker.state is State.CLOSED else "paused"
-
-
-@contextmanager
-def connected(settings: WorkerSettings, app: Celery, *, patience: float = 10.0, **options: Any) -> Iterator[JobStore]:
-    """Hold a job store on a Redis connection pool of its own, which waits ``patience`` seconds for an answer.
-
-    ``options`` are more of redis-py's.
-    """
-    client = redis.Redis.from_url(
-        settings.redis_url,
-        socket_timeout=patience,
-        socket_connect_timeout=min(patience, 5),
-        socket_keepalive=True,
-        health_check_interval=25,
-        **options,
-    )
-    with client:
-        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=settings.gateway_url)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,10 +18,14 @@ from typing import Any
 import orjson
 import redis
 from celery import Celery
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from producer import broker
 from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
+from workers import instruments
 from workers.history import HandBack, history_line, packed, parsed, with_turns
+from workers.settings import WorkerSettings
 from workers.uptime import Uptime
 
 logger = logging.getLogger(__name__)
@@ -134,6 +139,7 @@ class JobStore:
         if status != "claimed":
             return str(status)
         _, attempt, spent, max_attempts, batch, request = answer
+        instruments.ATTEMPTS.inc()
         return Claim(rollout_id, int(attempt), int(spent) >= int(max_attempts), batch.decode(), request)
 
     def renew(self, held: Iterable[tuple[str, int]]) -> dict[str, Renewal]:
@@ -156,14 +162,15 @@ class JobStore:
         outcome: StopCondition,
         result: bytes,
         *,
+        error: str = "",
         lapsed: bool = False,
     ) -> bool:
         """Store the result (encoded as Celery's backend keeps it), end the rollout and announce it, in one step.
 
         False when another attempt owns it or has ended it, or, with ``lapsed``, when its worker came back: then
-        nothing is stored.
+        nothing is stored. ``error`` is the kind of the result's error, for the metrics.
         """
-        return bool(
+        committed = bool(
             self._commit(
                 keys=[
                     broker.job_key(rollout_id),
@@ -182,6 +189,10 @@ class JobStore:
                 ],
             )
         )
+        if committed:
+            instruments.FINISHED.labels(outcome, error).inc()
+            instruments.RESULT_BYTES.inc(len(result))
+        return committed
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout as a producer does: end one that waits, ask the worker of one that runs."""
@@ -299,7 +310,8 @@ class JobStore:
 
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
-        seconds, micros = self.client.time()
+        with instruments.REDIS_ROUND_TRIP.time():
+            seconds, micros = self.client.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
     def uptime(self) -> float:
@@ -312,6 +324,27 @@ class JobStore:
 
     def _message(self, rollout_id: str, priority: int) -> bytes:
         return self._messages[broker.step_of(priority)].render(rollout_id)
+
+
+@contextmanager
+def connected(
+    settings: WorkerSettings, app: Celery, *, patience: float = 10.0, once: bool = False
+) -> Iterator[JobStore]:
+    """Hold a job store on a Redis connection pool of its own, which waits ``patience`` seconds for an answer.
+
+    With ``once`` nothing is tried a second time.
+    """
+    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0)} if once else {}
+    client = redis.Redis.from_url(
+        settings.redis_url,
+        socket_timeout=patience,
+        socket_connect_timeout=min(patience, 5),
+        socket_keepalive=True,
+        health_check_interval=25,
+        **options,
+    )
+    with client:
+        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=settings.gateway_url)
 
 
 def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:
