@@ -66,6 +66,10 @@ class QueueCollector(Collector):
         self._found: list[Metric] = []
         self._read_at = float("-inf")
 
+    def forget(self) -> None:
+        """Have the next scrape ask Redis, however soon it comes."""
+        self._read_at = float("-inf")
+
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
         with self._lock:
