@@ -5,30 +5,29 @@ python patient_agent.py spread CALLS SECONDS PATIENCE    CALLS calls over SECOND
 python patient_agent.py stubborn SECONDS                 ignores SIGTERM, leaves children in other sessions behind
 """
 
-import http.client
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from urllib.parse import urlsplit
 
 MESSAGES = [{"role": "user", "content": "go"}]
 
 
 def call() -> None:
-    base = urlsplit(os.environ["OPENAI_BASE_URL"])
+    """Make one call by hand: hundreds of these agents run at once, and `http.client` takes longer to import than this."""
+    host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": MESSAGES, "max_tokens": 8})
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(base.hostname or "", base.port, timeout=30)
-    try:
-        connection.request("POST", base.path + "/chat/completions", body, headers)
-        response = connection.getresponse()
-        text = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise OSError(f"HTTP {response.status}: {text[:200]!r}")
+    head = f"POST /{path}/chat/completions HTTP/1.0\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((name, int(port or 80)), timeout=30) as connection:
+        connection.sendall((head + body).encode())
+        answered = b"".join(iter(lambda: connection.recv(65536), b""))
+    status, _, text = answered.partition(b"\r\n\r\n")
+    if b" 200 " not in status.partition(b"\r\n")[0]:
+        raise OSError(f"{status[:100]!r}: {text[:200]!r}")
     answer = json.loads(text)["choices"][0]["message"]
     MESSAGES.extend([{"role": "assistant", "content": answer.get("content") or ""}, {"role": "user", "content": "on"}])
 
@@ -38,7 +37,7 @@ def patiently(patience: float) -> None:
     while True:
         try:
             return call()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError) as error:
             if time.monotonic() > end:
                 sys.exit(f"gave up: {error}")
             time.sleep(0.1)
