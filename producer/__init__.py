@@ -10,6 +10,7 @@ from producer.contract import (
     ErrorKind,
     InvalidRequestError,
     Phase,
+    Purpose,
     Resources,
     RolloutRequest,
     RolloutResult,
@@ -17,6 +18,8 @@ from producer.contract import (
     Timing,
 )
 from producer.errors import (
+    BatchCancelledError,
+    ConsumerTakenError,
     FleetError,
     FleetEvictsError,
     FleetFullError,
@@ -24,13 +27,17 @@ from producer.errors import (
     RolloutConflictError,
     RunBrokenError,
 )
+from producer.pace import Pace
+from producer.policy import OnStale, Staled
 from producer.results import Results
 from producer.settings import ProducerSettings
 from producer.sync import SyncBatch, SyncHandle, SyncProducer
 
 __all__ = [
     "Batch",
+    "BatchCancelledError",
     "CancelAnswer",
+    "ConsumerTakenError",
     "Counts",
     "Deadlines",
     "ErrorInfo",
@@ -41,9 +48,12 @@ __all__ = [
     "FleetUnreachableError",
     "InvalidRequestError",
     "JobState",
+    "OnStale",
+    "Pace",
     "Phase",
     "Producer",
     "ProducerSettings",
+    "Purpose",
     "Resources",
     "Results",
     "RolloutConflictError",
@@ -51,6 +61,7 @@ __all__ = [
     "RolloutRequest",
     "RolloutResult",
     "RunBrokenError",
+    "Staled",
     "StopCondition",
     "SyncBatch",
     "SyncHandle",

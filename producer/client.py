@@ -10,15 +10,20 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from producer.batch import Batch, Requests
+from producer.batch import Batch
 from producer.broker import JobState
 from producer.connection import CancelAnswer, FleetConnection
 from producer.consumption import forget
 from producer.contract import RolloutRequest, RolloutResult
 from producer.errors import FleetError
-from producer.results import START, Results, Waiters, read_result
+from producer.inflight import unfinished, youngest
+from producer.pace import Pace
+from producer.policy import OVERLOAD, OnStale, Staled
+from producer.results import START, Results, read_result
 from producer.server import require_noeviction
 from producer.settings import ProducerSettings
+from producer.source import Requests
+from producer.waiters import Waiters
 
 _GIVE_UP_SECONDS = 5.0
 
@@ -101,7 +106,13 @@ class Producer:
         return self.handle(request.rollout_id, request.batch_id)
 
     async def submit_many(
-        self, requests: Requests, *, batch_id: str | None = None, max_in_flight: int | None = None
+        self,
+        requests: Requests,
+        *,
+        batch_id: str | None = None,
+        max_in_flight: int | None = None,
+        consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> Batch:
         """Submit a batch from an iterable or an asynchronous one, and return its handle, from which results come.
 
@@ -110,13 +121,18 @@ class Producer:
         to have all of them in Redis at once.
 
         With a ``batch_id``, requests that have an ``example_id`` and no ``rollout_id`` of their own get one made of the
-        batch's id, the example's and ``sample_index``: submitting the same batch again does nothing twice.
+        batch's id, the example's and ``sample_index``: submitting the same batch again does nothing twice. With a
+        ``consumer`` too, results that were acknowledged under that name are not submitted and delivered again, for as
+        long as Redis keeps results; see `Batch`.
+
+        ``pace`` bounds how fast rollouts are submitted.
 
         When it raises, what was submitted of the batch by then is cancelled, unless Redis is away for that too.
 
         Raises:
             FleetUnreachableError: Redis stayed away.
             RolloutConflictError: an id was submitted before with another request.
+            BatchCancelledError: the batch was cancelled for good.
             InvalidRequestError: an id comes twice, a request is too large, or the batch's id is malformed.
         """
         batch = Batch(
@@ -124,6 +140,8 @@ class Producer:
             requests,
             batch_id=batch_id,
             max_in_flight=max_in_flight or self.settings.max_in_flight,
+            consumer=consumer,
+            pace=pace,
         )
         self._batches.add(batch)
         try:
@@ -140,11 +158,14 @@ class Producer:
                 await batch.cancel()
         await batch.aclose()
 
-    def results(self, batch_id: str, *, after: str = START, count: int | None = None) -> Results:
+    def results(
+        self, batch_id: str, *, after: str = START, count: int | None = None, consumer: str | None = None
+    ) -> Results:
         """Follow a batch's results as they complete, also those that ended before: each once.
 
         Starts after the position ``after`` in the batch's stream (`Results.position`), and ends after ``count``
-        results, or never. Outlasts lost connections and restarts of Redis.
+        results, or never. Outlasts lost connections and restarts of Redis. Under the name ``consumer`` it goes on where
+        the last process that used it was, without a repeat and without a gap; see `Results`.
 
         When a restart of Redis loses its last second, results that were lost with it come again when their rollouts
         have run again, and are delivered once. Rollouts whose very submission was lost are unknown here: they never
@@ -153,13 +174,54 @@ class Producer:
         lost or expired, the new one is read from its beginning; of results that were delivered before, at least the
         last 100,000 are known and not delivered again.
         """
-        results = Results(self.connection, batch_id, after=after, count=count)
+        results = Results(self.connection, batch_id, after=after, count=count, consumer=consumer)
         self._followers.add(results)
         return results
 
     async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
         """Cancel rollouts, and say what was found for each. Those that run end a moment later, as cancelled."""
         return await self.connection.cancel(rollout_ids)
+
+    async def set_policy_version(
+        self, version: int, *, max_off_policy_steps: int, on_stale: OnStale | str = OnStale.CANCEL
+    ) -> Staled:
+        """Say which policy version is trained now, to the whole fleet; returns what became of what is too old for it.
+
+        Rollouts that train (`Purpose.TRAIN`) and whose ``policy_version`` is more than ``max_off_policy_steps`` behind
+        are stale: see `OnStale`. Those that are cancelled are delivered so, with the error's reason ``stale``. Nothing
+        becomes stale by itself: without this call every version is fresh.
+        """
+        connection, policy = self.connection, [version, max_off_policy_steps, OnStale(on_stale).value]
+        if version < 0 or max_off_policy_steps < 0:
+            raise ValueError(f"version is {version} and max_off_policy_steps is {max_off_policy_steps}; neither may be")
+        staled = await connection.set_policy(policy)
+        connection.policy.saw([str(value).encode() for value in policy])
+        return staled
+
+    async def shed(self, count: int) -> list[str]:
+        """Cancel the ``count`` training rollouts that began last, to shed load; returns their ids.
+
+        The youngest have the least to lose. They are delivered as cancelled, with the error's reason ``overload``.
+        """
+        ids = await youngest(self.connection, count)
+        await self.connection.cancel(ids, reason=OVERLOAD)
+        return ids
+
+    async def cancel_batch(self, batch_id: str) -> dict[str, CancelAnswer]:
+        """Cancel a batch or a group for good, whoever submitted it; returns what was found for each of its rollouts.
+
+        From here on nothing more is submitted under that id: `BatchCancelledError` is raised where it is tried.
+        """
+        await self.connection.close_batch(batch_id)
+        return await self.connection.cancel(await unfinished(self.connection, batch_id))
+
+    async def set_limit(self, place: str, count: int | None) -> None:
+        """Let at most ``count`` rollouts of the whole fleet run in a place at one time; None lifts the limit.
+
+        A place is ``env:NAME`` (with ``_`` for spaces) or ``gateway:URL``, as requests name it. Rollouts above the
+        limit wait without a worker, in the order in which they were submitted, and are woken as places become free.
+        """
+        await self.connection.set_limit(place, count)
 
     def handle(self, rollout_id: str, batch_id: str = "default") -> RolloutHandle:
         """Return the handle of a rollout that was submitted before, perhaps by another process."""
@@ -175,7 +237,7 @@ class Producer:
         [raw] = await self.connection.stored_results([rollout_id])
         result = await read_result(self.connection, rollout_id, raw, batch_id)
         await forget(self.connection, batch_id, [rollout_id])
-        return result
+        return result.model_copy(update={"stale": True}) if self.connection.policy.is_stale(result) else result
 
 
 class RolloutHandle:

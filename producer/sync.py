@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from producer.batch import Batch, Counts, Requests
+from producer.batch import Batch, Counts
 from producer.broker import JobState
 from producer.client import Producer, RolloutHandle
 from producer.connection import CancelAnswer, end
 from producer.contract import RolloutRequest, RolloutResult
 from producer.results import START
 from producer.settings import ProducerSettings
+from producer.source import Requests
 
 T = TypeVar("T")
 

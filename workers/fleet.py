@@ -31,6 +31,7 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.policy import cancelled_error
 from workers import access, claims
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
@@ -245,9 +246,9 @@ class Fleet:
                 raise Ignore
             reason = CancelReason.CANCELLED
         if reason in {CancelReason.CANCELLED, CancelReason.REVOKED}:
-            rollout.error = ErrorInfo(
-                kind=ErrorKind.CANCELLED, message="cancelled while it ran", phase=rollout.last_phase
-            )
+            why = await self._when_redis_answers(claim.rollout_id, lambda: self.store.cancel_reason(claim.rollout_id))
+            error = cancelled_error(why, "cancelled while it ran")
+            rollout.error = error.model_copy(update={"phase": rollout.last_phase})
             return StopCondition.CANCELLED
         raise Ignore if reason is CancelReason.LEASE_LOST else asyncio.CancelledError
 

@@ -147,14 +147,15 @@ class Ledger:
         Raises `SupersededError` when the record is younger than the entry: its id was submitted once more, and an
         attempt of the new rollout may have the same number.
         """
-        request, enqueued = self._client.hmget(broker.job_key(entry.rollout_id), "request", "enqueued_ms")
+        names = ("request", "enqueued_ms", "gateway")
+        request, enqueued, chosen = self._client.hmget(broker.job_key(entry.rollout_id), names)
         if (enqueued or b"").isdigit() and int(enqueued) > entry.since_ms:
             raise SupersededError
         try:
             found = RolloutRequest.parse(request or b"")
         except InvalidRequestError:
             return Origin()
-        return Origin(found.gateway_url, found.use_gateway, found.team_id)
+        return Origin(chosen.decode() if chosen else found.gateway_url, found.use_gateway, found.team_id)
 
     # -- how many are left ---------------------------------------------------------------------------------------------
 

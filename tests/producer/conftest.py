@@ -44,6 +44,7 @@ class StandInWorker(threading.Thread):
         self.started: list[str] = []
         self.held: dict[str, RolloutRequest] = {}
         self._stopping = threading.Event()
+        self._wakeup = broker.WakeUp.for_app(self.app, 0)
         self._claim = self.client.register_script(broker.script("workers", "claim"))
         self._commit = self.client.register_script(broker.script("workers", "commit"))
 
@@ -76,7 +77,9 @@ class StandInWorker(threading.Thread):
 
     def claim(self, rollout_id: str) -> RolloutRequest | None:
         keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        status, *found = self._claim(keys=keys, args=[rollout_id, "stand-in", LEASE_MS, RECORD_TTL])
+        status, *found = self._claim(
+            keys=keys, args=[rollout_id, "stand-in", LEASE_MS, RECORD_TTL, self._wakeup.render(rollout_id)]
+        )
         return RolloutRequest.parse(found[-1]) if status == b"claimed" else None
 
     def end_cancelled(self) -> None:
