@@ -27,11 +27,13 @@ from producer.errors import (
     RolloutConflictError,
     RunBrokenError,
 )
+from producer.group import Drop, Group, GroupResult, GroupTerms, OnReady
+from producer.groups import Groups
 from producer.pace import Pace
 from producer.policy import OnStale, Staled
 from producer.results import Results
 from producer.settings import ProducerSettings
-from producer.sync import SyncBatch, SyncHandle, SyncProducer
+from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
 
 __all__ = [
     "Batch",
@@ -40,14 +42,20 @@ __all__ = [
     "ConsumerTakenError",
     "Counts",
     "Deadlines",
+    "Drop",
     "ErrorInfo",
     "ErrorKind",
     "FleetError",
     "FleetEvictsError",
     "FleetFullError",
     "FleetUnreachableError",
+    "Group",
+    "GroupResult",
+    "GroupTerms",
+    "Groups",
     "InvalidRequestError",
     "JobState",
+    "OnReady",
     "OnStale",
     "Pace",
     "Phase",
@@ -64,6 +72,7 @@ __all__ = [
     "Staled",
     "StopCondition",
     "SyncBatch",
+    "SyncGroup",
     "SyncHandle",
     "SyncProducer",
     "Timing",

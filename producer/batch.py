@@ -144,7 +144,9 @@ class Batch(AsyncIterator[RolloutResult]):
             full = asyncio.create_task(self._primed.wait())
             await asyncio.wait({full, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
             full.cancel()
-        self._raise_error()
+        if error := _failure(self._follower) or _failure(self._feeder):
+            self._reported = True
+            raise error
 
     def __aiter__(self) -> Batch:
         return self

@@ -16,6 +16,8 @@ from producer.connection import CancelAnswer, FleetConnection
 from producer.consumption import forget
 from producer.contract import RolloutRequest, RolloutResult
 from producer.errors import FleetError
+from producer.group import Group, GroupTerms, OnReady, Usable, is_usable
+from producer.groups import Groups
 from producer.inflight import unfinished, youngest
 from producer.pace import Pace
 from producer.policy import OVERLOAD, OnStale, Staled
@@ -44,8 +46,7 @@ class Producer:
         self.settings = settings
         self._patience = patience
         self._connection: FleetConnection | None = None
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._followers: weakref.WeakSet[Results] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Batch | Results | Group | Groups] = weakref.WeakSet()
         self._waiters: dict[str, Waiters] = {}
 
     @classmethod
@@ -78,10 +79,8 @@ class Producer:
 
     async def close(self) -> None:
         """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
-        for batch in list(self._batches):
-            await batch.aclose()
-        for results in list(self._followers):
-            await results.aclose()
+        for handle in list(self._open):
+            await handle.aclose()
         for waiters in list(self._waiters.values()):
             await waiters.aclose()
         connection, self._connection = self._connection, None
@@ -143,7 +142,7 @@ class Producer:
             consumer=consumer,
             pace=pace,
         )
-        self._batches.add(batch)
+        self._open.add(batch)
         try:
             await batch.primed()
         except BaseException:
@@ -157,6 +156,49 @@ class Producer:
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 await batch.cancel()
         await batch.aclose()
+
+    async def submit_group(
+        self,
+        request: RolloutRequest,
+        size: int,
+        *,
+        group_id: str | None = None,
+        min_usable: int | None = None,
+        replace_failed: int = 0,
+        on_ready: OnReady | str = OnReady.CANCEL,
+        usable: Usable = is_usable,
+    ) -> Group:
+        """Submit the ``size`` rollouts of one example, and return their handle; see `Group` and `GroupTerms`.
+
+        Raises what `submit_many` does, and `BatchCancelledError` when the group was cancelled before.
+        """
+        terms = GroupTerms(size, min_usable, replace_failed, OnReady(on_ready), usable)
+        group = Group(self.connection, request, terms, group_id=group_id)
+        self._open.add(group)
+        try:
+            await group.submitted()
+        except BaseException:
+            await self._give_up(group.batch)
+            await group.aclose()
+            raise
+        return group
+
+    def groups(
+        self,
+        requests: Requests,
+        terms: GroupTerms,
+        *,
+        run_id: str | None = None,
+        max_groups: int = 32,
+        consumer: str | None = None,
+    ) -> Groups:
+        """Submit a group for each request, at most ``max_groups`` at one time, and hand out each as it ends.
+
+        See `Groups` for what a trainer that is started again finds.
+        """
+        groups = Groups(self.connection, requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer)
+        self._open.add(groups)
+        return groups
 
     def results(
         self, batch_id: str, *, after: str = START, count: int | None = None, consumer: str | None = None
@@ -175,7 +217,7 @@ class Producer:
         last 100,000 are known and not delivered again.
         """
         results = Results(self.connection, batch_id, after=after, count=count, consumer=consumer)
-        self._followers.add(results)
+        self._open.add(results)
         return results
 
     async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:

@@ -18,6 +18,7 @@ from kombu import Consumer
 
 from producer import broker
 from producer.contract import RolloutRequest, RolloutResult, StopCondition
+from producer.policy import cancelled_error
 from producer.settings import ProducerSettings
 
 LEASE_MS = 60_000
@@ -86,7 +87,9 @@ class StandInWorker(threading.Thread):
         for rollout_id, request in list(self.held.items()):
             if self.client.hget(broker.job_key(rollout_id), "cancel"):
                 del self.held[rollout_id]
-                self.finish(RolloutResult.for_request(request, StopCondition.CANCELLED))
+                reason = self.client.hget(broker.job_key(rollout_id), "reason")
+                error = cancelled_error(reason.decode() if reason else None)
+                self.finish(RolloutResult.for_request(request, StopCondition.CANCELLED, error=error))
 
     def finish(self, result: RolloutResult) -> None:
         """End a rollout as the worker does that has claimed it; one that still waits is claimed first."""
