@@ -61,6 +61,7 @@ FLEET_ID = _PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all 
 VERSIONS = _PREFIX + "versions"  #: sorted set of unfinished rollouts that can become stale, scored by policy version
 POLICY = _PREFIX + "policy"  #: hash of version, steps (max_off_policy_steps), on_stale: what the trainer trains now
 LIMITS = _PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) to how many rollouts may hold it
+PLACES = _PREFIX + "places"  #: set of the places that somebody holds or waits for
 LANES = _PREFIX + "lanes"  #: hash of served: how many rollouts were claimed, for the share of the later lists
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
 
@@ -214,8 +215,9 @@ def script(package: str, name: str) -> str:
 def _lua_keys() -> str:
     names = {
         **{"pending": PENDING, "delayed": DELAYED, "running": RUNNING, "cancels": CANCELS, "versions": VERSIONS},
-        **{"policy": POLICY, "limits": LIMITS, "lanes": LANES, "job": job_key(""), "stream": stream_key("")},
+        **{"policy": POLICY, "limits": LIMITS, "places": PLACES, "lanes": LANES, "job": job_key("")},
         **{"place": place_key(""), "parked": parked_key(""), "tombstone": tombstone_key(""), "group": group_key("")},
+        "stream": stream_key(""),
     }
     keys = "".join(f"{name} = {_lua_string(key)}, " for name, key in names.items())
     lists = "".join(f"{{{step}, {_lua_string(queue_key(step))}, {pending_base(step)}}}, " for step in PRIORITY_STEPS)

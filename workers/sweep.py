@@ -25,6 +25,7 @@ from producer.contract import (
 from producer.policy import cancelled_error
 from workers.history import HandBack
 from workers.jobs import JobStore, Lapsed, Requeue
+from workers.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
                 logger.exception("sweep: %s cannot be dealt with", lapsed.rollout_id)
     counts["stale"] = store.end_stale()
     counts["woken"] = store.wake_delayed()
+    counts["places"] = Places(store.client).mend()
     counts["resent"] = store.resend_missing(age=store.lease_ttl)
     return {what: count for what, count in counts.items() if count}
 

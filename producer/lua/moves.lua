@@ -29,21 +29,23 @@ end
 -- Give free room in a place to those that wait for it longest. Each holds it from here on, so that nobody is woken for
 -- nothing and nobody overtakes: wherever somebody is parked, the place is full.
 local function wake(place)
-  local parked = KEY.parked .. place
+  local parked, woken = KEY.parked .. place, {}
   while has_room(place) do
     local id = redis.call('ZRANGE', parked, 0, 0)[1]
-    if not id then return end
+    if not id then break end
     redis.call('ZREM', parked, id)
-    local job = KEY.job .. id
-    local record = redis.call('HMGET', job, 'state', 'parked', 'priority')
+    local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked', 'priority')
     if record[1] == 'pending' and record[2] then
-      local list = list_of(record[3])
       redis.call('SADD', KEY.place .. place, id)
-      redis.call('HDEL', job, 'parked')
-      -- To the front: it has waited already. kombu takes messages from the right end of the list.
-      redis.call('ZADD', KEY.pending, list[3], id)
-      redis.call('RPUSH', list[2], record[2])
+      redis.call('HDEL', KEY.job .. id, 'parked')
+      woken[#woken + 1] = {id, record[2], list_of(record[3])}
     end
+  end
+  -- To the front, for they have waited already, the first of them last: kombu takes messages from the right end.
+  for i = #woken, 1, -1 do
+    local id, message, list = unpack(woken[i])
+    redis.call('ZADD', KEY.pending, list[3], id)
+    redis.call('RPUSH', list[2], message)
   end
 end
 
@@ -54,6 +56,7 @@ local function leave(id, places)
     redis.call('SREM', KEY.place .. place, id)
     redis.call('ZREM', KEY.parked .. place, id)
     wake(place)
+    if redis.call('EXISTS', KEY.place .. place, KEY.parked .. place) == 0 then redis.call('SREM', KEY.places, place) end
   end
 end
 
@@ -61,6 +64,7 @@ end
 local function enter(id, places, message, since)
   local full
   for place in string.gmatch(places or '', '%S+') do
+    redis.call('SADD', KEY.places, place)
     if redis.call('SISMEMBER', KEY.place .. place, id) == 0 and not has_room(place) then
       full = place
       break
