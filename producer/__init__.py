@@ -34,6 +34,7 @@ from producer.policy import OnStale, Staled
 from producer.results import Results
 from producer.settings import ProducerSettings
 from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
+from producer.watching import RolloutProgress
 
 __all__ = [
     "Batch",
@@ -66,6 +67,7 @@ __all__ = [
     "Results",
     "RolloutConflictError",
     "RolloutHandle",
+    "RolloutProgress",
     "RolloutRequest",
     "RolloutResult",
     "RunBrokenError",

@@ -18,7 +18,7 @@ from producer.consumption import TOGETHER, Consumption
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
 from producer.ids import new_batch_id, sample_rollout_id
 from producer.pace import Pace
-from producer.results import GROUP, Completions, Recent, read_result
+from producer.results import GROUP, Completions, Recent, next_group, read_result
 from producer.source import Requests, Source
 
 
@@ -93,6 +93,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._consumption = Consumption(self._lasting, self.batch_id)
         self._consumer = Consumer(self._lasting, self.batch_id, consumer, in_order=False) if consumer else None
         self._in_hand: str | None = None
+        self._group = GROUP
         self._counts = Counts()
         self._taken = Recent()
         #: Everything sent or being sent and not yet announced; `_sent` is the part whose sending is over.
@@ -316,8 +317,9 @@ class Batch(AsyncIterator[RolloutResult]):
 
     async def _fetch(self) -> None:
         await self._consumption.report(at_least=TOGETHER)
-        group = list(islice(self._announced, GROUP))
+        group = list(islice(self._announced, self._group))
         stored = await self._lasting.stored_results([request.rollout_id for request in group])
+        self._group = next_group(stored)
         for request, raw in zip(group, stored, strict=True):
             self._fetched.append((request, raw))
             self._announced.popleft()

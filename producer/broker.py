@@ -14,6 +14,7 @@ size to the first three, a larger result its compressed size to the third.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,8 +30,9 @@ from kombu import Connection, Queue
 from kombu.serialization import register
 from kombu.utils.json import dumps as kombu_dumps
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
-from producer.contract import RolloutRequest
+from producer.contract import RolloutRequest, RolloutResult
 
 # queues and tasks
 QUEUE = "rollouts"
@@ -131,6 +133,11 @@ def parked_key(place: str) -> str:
 def group_key(group_id: str) -> str:
     """Key of the gateway that the members of a group share, a string."""
     return f"{_PREFIX}group:{group_id}"
+
+
+def answer_key(token: str) -> str:
+    """Key of the list of workers' answers to one question of how far rollouts have come, with an expiry."""
+    return f"{_PREFIX}answer:{token}"
 
 
 def worker_key(worker: str) -> str:
@@ -246,13 +253,19 @@ RESULT_SERIALIZER = "rollout"
 _RESULT_CONTENT_TYPE = "application/x-rollout+json+zstd"
 _ZSTD_LEVEL = 3
 _MAX_RESULT_BYTES = 1 << 30
+_kept = threading.local()
 
 
 def _json_default(value: object) -> Any:
+    if isinstance(value, RolloutResult):
+        return dict(value)  # not dumped: that would copy the whole trajectory, which takes longer than to write it
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    # kombu knows how Celery writes everything else (exceptions' arguments, dates, UUIDs, decimals).
-    return orjson.loads(kombu_dumps(value))
+    try:
+        # kombu knows how Celery writes everything else (exceptions' arguments, dates, UUIDs, decimals).
+        return orjson.loads(kombu_dumps(value))
+    except TypeError:
+        return to_jsonable_python(value)  # such as a set that an environment's hook put there
 
 
 def encode_result(value: object) -> bytes:
@@ -263,8 +276,9 @@ def encode_result(value: object) -> bytes:
 
 def decode_result(data: bytes) -> Any:
     """Decode what `encode_result` wrote; raises `zstandard.ZstdError` or `ValueError` on other bytes."""
-    raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_RESULT_BYTES)
-    return orjson.loads(raw)
+    if not hasattr(_kept, "decompressor"):
+        _kept.decompressor = zstandard.ZstdDecompressor()  # no two threads may use one
+    return orjson.loads(_kept.decompressor.decompress(data, max_output_size=_MAX_RESULT_BYTES))
 
 
 register(RESULT_SERIALIZER, encode_result, decode_result, _RESULT_CONTENT_TYPE, "binary")

@@ -26,6 +26,7 @@ from producer.server import require_noeviction
 from producer.settings import ProducerSettings
 from producer.source import Requests
 from producer.waiters import Waiters
+from producer.watching import RolloutProgress, progress_of
 
 _GIVE_UP_SECONDS = 5.0
 
@@ -240,6 +241,18 @@ class Producer:
         connection.policy.saw([str(value).encode() for value in policy])
         return staled
 
+    async def progress(self, rollout_ids: Sequence[str], *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far rollouts have come: state, phase, turns and tokens so far.
+
+        The workers that run them are asked, and they ask their gateways; what is not told within ``timeout`` seconds is
+        left out. It costs nothing when nobody asks.
+        """
+        return await progress_of(self.connection, rollout_ids, timeout=timeout)
+
+    async def batch_progress(self, batch_id: str, *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far those rollouts of a batch or group have come that have not ended; see `progress`."""
+        return await self.progress(await unfinished(self.connection, batch_id), timeout=timeout)
+
     async def shed(self, count: int) -> list[str]:
         """Cancel the ``count`` training rollouts that began last, to shed load; returns their ids.
 
@@ -306,6 +319,10 @@ class RolloutHandle:
     async def cancel(self) -> CancelAnswer:
         """Cancel the rollout, and say what was found."""
         return (await self._producer.cancel([self.rollout_id]))[self.rollout_id]
+
+    async def progress(self, timeout: float = 5.0) -> RolloutProgress:
+        """Ask how far the rollout has come; see `Producer.progress`."""
+        return (await self._producer.progress([self.rollout_id], timeout=timeout))[self.rollout_id]
 
     async def state(self) -> JobState | None:
         """Return where the rollout stands, None when Redis knows nothing of it."""

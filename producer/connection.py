@@ -323,6 +323,16 @@ class FleetConnection:
             pipe.hget(broker.job_key(rollout_id), "state")
         return list(await pipe.execute())
 
+    async def fields(self, rollout_ids: Sequence[str], names: Sequence[str]) -> list[list[bytes | None]]:
+        """Return these fields of each record, None for those that it has not."""
+        return await self.call(partial(self._fields, rollout_ids, list(names)))
+
+    async def _fields(self, ids: Sequence[str], names: list[str]) -> list[list[bytes | None]]:
+        pipe = self.redis.pipeline(transaction=False)
+        for rollout_id in ids:
+            pipe.hmget(broker.job_key(rollout_id), names)
+        return list(await pipe.execute())
+
     async def record(self, rollout_id: str) -> Record:
         """Return what Redis knows of one rollout."""
         key, names = broker.job_key(rollout_id), ["state", "outcome", "reason", "request"]

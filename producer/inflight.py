@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from producer import broker
@@ -60,12 +59,5 @@ async def _members(connection: FleetConnection, key: str) -> list[str]:
 async def _fields(connection: FleetConnection, ids: list[str], names: list[str]) -> list[list[bytes | None]]:
     records: list[list[bytes | None]] = []
     for start in range(0, len(ids), _AT_ONCE):
-        records += await connection.call(partial(_read, connection, ids[start : start + _AT_ONCE], names))
+        records += await connection.fields(ids[start : start + _AT_ONCE], names)
     return records
-
-
-async def _read(connection: FleetConnection, ids: list[str], names: list[str]) -> list[list[bytes | None]]:
-    pipe = connection.redis.pipeline(transaction=False)
-    for rollout_id in ids:
-        pipe.hmget(broker.job_key(rollout_id), names)
-    return list(await pipe.execute())

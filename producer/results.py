@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import zstandard
@@ -31,8 +32,9 @@ from producer.server import REFUSED, redact
 logger = logging.getLogger(__name__)
 
 START = "0"
-#: Results fetched by one MGET; they stay compressed until each one's turn comes.
+#: Results fetched by the first MGET; they stay compressed until each one's turn comes.
 GROUP = 32
+_LARGEST_GROUP, _GROUP_BYTES = 256, 4 * 1024 * 1024
 _ENTRIES = 500
 _BLOCK_MS = 5000
 _QUIET_READS = 6  # blocked reads without an entry after which a follower is told to look for itself
@@ -137,6 +139,12 @@ async def last_position(connection: FleetConnection, batch_id: str) -> str:
 
 
 # -- from what is stored to a result -----------------------------------------------------------------------------------
+
+
+def next_group(fetched: Sequence[bytes | None]) -> int:
+    """Return how many results to fetch after these: many small ones, or few large ones."""
+    size = sum(len(raw) for raw in fetched if raw)
+    return max(1, min(_LARGEST_GROUP, _GROUP_BYTES * len(fetched) // max(size, 1)))
 
 
 async def read_result(
@@ -291,6 +299,7 @@ class Results(AsyncIterator[RolloutResult]):
         self._in_hand: str | None = None
         self._opened = consumer is None
         self._one_at_a_time = asyncio.Lock()
+        self._group = GROUP
 
     def __aiter__(self) -> Results:
         return self
@@ -345,8 +354,9 @@ class Results(AsyncIterator[RolloutResult]):
             for position, rollout_id in (await self._completions.read()).entries:
                 if self._seen.add(rollout_id):
                     self._announced.append((position, rollout_id))
-        group = [self._announced[i] for i in range(min(GROUP, len(self._announced)))]
+        group = list(islice(self._announced, self._group))
         stored = await self._connection.stored_results([rollout_id for _, rollout_id in group])
+        self._group = next_group(stored)
         for (position, rollout_id), raw in zip(group, stored, strict=True):
             self._fetched.append((position, rollout_id, raw))
             self._announced.popleft()

@@ -20,6 +20,7 @@ from producer.policy import OnStale, Staled
 from producer.results import START
 from producer.settings import ProducerSettings
 from producer.source import Requests
+from producer.watching import RolloutProgress
 
 T = TypeVar("T")
 
@@ -167,6 +168,16 @@ class SyncProducer:
             producer.set_policy_version(version, max_off_policy_steps=max_off_policy_steps, on_stale=on_stale)
         )
 
+    def progress(self, rollout_ids: Sequence[str], *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far rollouts have come; see `Producer.progress`."""
+        loop, producer = self._opened()
+        return loop.run(producer.progress(rollout_ids, timeout=timeout))
+
+    def batch_progress(self, batch_id: str, *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far a batch's unfinished rollouts have come; see `Producer.batch_progress`."""
+        loop, producer = self._opened()
+        return loop.run(producer.batch_progress(batch_id, timeout=timeout))
+
     def shed(self, count: int) -> list[str]:
         """Cancel the training rollouts that began last; see `Producer.shed`."""
         loop, producer = self._opened()
@@ -223,6 +234,10 @@ class SyncHandle:
     def cancel(self) -> CancelAnswer:
         """Cancel the rollout, and say what was found."""
         return self._loop.run(self._handle.cancel())
+
+    def progress(self, timeout: float = 5.0) -> RolloutProgress:
+        """Ask how far the rollout has come; see `Producer.progress`."""
+        return self._loop.run(self._handle.progress(timeout))
 
     def state(self) -> JobState | None:
         """Return where the rollout stands, None when Redis knows nothing of it."""

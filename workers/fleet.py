@@ -46,6 +46,7 @@ from workers.loop_watch import LoopWatch
 from workers.metrics import BreakerCollector, LeakCollector, LoopCollector, TunnelCollector
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
+from workers.progress import ProgressTeller
 from workers.registry import Secrets, check
 from workers.rollout import Systems, run_rollout
 from workers.settings import WorkerSettings
@@ -100,6 +101,13 @@ class Fleet:
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )
             # A connection of its own: renewals must not queue behind anything else.
+            self.progress = ProgressTeller(
+                self._running,
+                lambda rollout: self.systems.of(rollout.request)[1].gateway,
+                self.store.client,
+                self._threads,
+                asyncio.get_running_loop(),
+            )
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
             self.claims = self.app.rollout_records = claims.Claims(
@@ -165,6 +173,7 @@ class Fleet:
             report=self._report,
             # Not on the keeper's own thread: a sweep of thousands must not hold up renewals.
             duties=lambda: self._threads.submit(self.sweep),
+            on_question=self.progress.asked,
         )
 
     async def _stop_keeper(self) -> None:
