@@ -125,6 +125,22 @@ def test_of_two_processes_under_one_name_the_later_one_goes_on(settings, idle_wo
     asyncio.run(main())
 
 
+def test_a_consumer_outlasts_a_redis_that_lost_what_it_had_taken(settings, idle_worker, make):
+    requests = [r.model_copy(update={"batch_id": "b"}) for r in make(3)]
+    asyncio.run(submit(settings, requests))
+    end_all(idle_worker, requests)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            results = producer.results("b", consumer="trainer")
+            await anext(results)
+            idle_worker.client.delete(broker.consumer_key("b", "trainer"))
+            assert [(await anext(results)).rollout_id for _ in range(2)] == ["r-1", "r-2"]
+
+    asyncio.run(main())
+    assert asyncio.run(take(settings, 1)) == [("r-2", True)]
+
+
 def test_a_consumers_name_is_an_id(settings):
     async def main() -> None:
         async with Producer(settings) as producer:
