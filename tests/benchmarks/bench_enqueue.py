@@ -14,7 +14,7 @@ from producer import Producer, broker
 from producer.settings import ProducerSettings
 
 COUNT = 50_000
-ROUNDS = 5
+ROUNDS = 3
 
 
 def plain(url: str, count: int) -> float:
@@ -55,7 +55,7 @@ def main(directory: str) -> None:
     rates: dict[str, list[float]] = {"plain": [], "ours": []}
     for _ in range(ROUNDS):
         server.client.flushall()
-        rates["plain"].append(plain(server.url, COUNT // 25))
+        rates["plain"].append(plain(server.url, COUNT // 10))
         server.client.flushall()
         rates["ours"].append(asyncio.run(ours(server.url, COUNT)))
     server.stop()
