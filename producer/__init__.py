@@ -10,6 +10,7 @@ from producer.contract import (
     ErrorKind,
     InvalidRequestError,
     Phase,
+    Purpose,
     Resources,
     RolloutRequest,
     RolloutResult,
@@ -17,6 +18,8 @@ from producer.contract import (
     Timing,
 )
 from producer.errors import (
+    BatchCancelledError,
+    ConsumerTakenError,
     FleetError,
     FleetEvictsError,
     FleetFullError,
@@ -24,35 +27,54 @@ from producer.errors import (
     RolloutConflictError,
     RunBrokenError,
 )
+from producer.group import Drop, Group, GroupResult, GroupTerms, OnReady
+from producer.groups import Groups
+from producer.pace import Pace
+from producer.policy import OnStale, Staled
 from producer.results import Results
 from producer.settings import ProducerSettings
-from producer.sync import SyncBatch, SyncHandle, SyncProducer
+from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
+from producer.watching import RolloutProgress
 
 __all__ = [
     "Batch",
+    "BatchCancelledError",
     "CancelAnswer",
+    "ConsumerTakenError",
     "Counts",
     "Deadlines",
+    "Drop",
     "ErrorInfo",
     "ErrorKind",
     "FleetError",
     "FleetEvictsError",
     "FleetFullError",
     "FleetUnreachableError",
+    "Group",
+    "GroupResult",
+    "GroupTerms",
+    "Groups",
     "InvalidRequestError",
     "JobState",
+    "OnReady",
+    "OnStale",
+    "Pace",
     "Phase",
     "Producer",
     "ProducerSettings",
+    "Purpose",
     "Resources",
     "Results",
     "RolloutConflictError",
     "RolloutHandle",
+    "RolloutProgress",
     "RolloutRequest",
     "RolloutResult",
     "RunBrokenError",
+    "Staled",
     "StopCondition",
     "SyncBatch",
+    "SyncGroup",
     "SyncHandle",
     "SyncProducer",
     "Timing",
