@@ -1,5 +1,5 @@
 # make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
-# make test   runs the test suite; make test-chart that of the Helm chart
+# make test   runs the test suite; make test-faults breaks whole fleets, a test each; make test-chart tests the Helm chart
 # make chaos  breaks a fleet for about eight minutes and prints one JSON line; SEED=n repeats a run
 # make soak   watches a fleet's memory and file descriptors for half an hour; MINUTES=n for another time
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
@@ -12,10 +12,10 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 2 )))
 
 # Hundreds of processes start in the tests: none should have to compile what another one has.
-test test-chart: export PYTHONDONTWRITEBYTECODE =
-test test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
+test test-faults test-chart: export PYTHONDONTWRITEBYTECODE =
+test test-faults test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo demo-llm test test-chart check bench chaos soak clean
+.PHONY: demo demo-llm test test-faults test-chart check bench chaos soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -24,7 +24,10 @@ demo-llm: $(VENV)/.llm
 	$(BIN)/rollouts demo --llm --out demo-results.jsonl --overwrite
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup --ignore tests/helm $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --ignore tests/helm --ignore tests/faults $(ARGS)
+
+test-faults: $(VENV)/.dev
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/faults $(ARGS)
 
 test-chart: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/helm $(ARGS)

@@ -8,29 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import join
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import orjson
 import typer
-from pydantic import ValidationError
-from rich.console import Console
 
-from producer.connection import FleetConnection
-from producer.contract import InvalidRequestError
-from producer.errors import FleetError, RunBrokenError, first_of
-from producer.files.errors import ResultsFileError, TasksFileError
-from producer.files.lines import STDIN
-from producer.files.mapping import ColumnMapping
-from producer.files.output import ResultsOutput, prepare_results
-from producer.files.record import record_path, remember
-from producer.harbor import AGENTS, read_tasks
-from producer.runner import RunOptions, run_batch
-from producer.settings import ProducerSettings
-from producer.status import FleetStatus, read_status
-from producer.summary import Summary
-from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
+from producer.agents import AGENTS
 
-__all__ = ["RunOptions", "Summary", "app", "bad_usage", "print_summary", "read_settings", "run_batch"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from producer.files.output import ResultsOutput
+    from producer.settings import ProducerSettings
+    from producer.status import FleetStatus
+    from producer.summary import Summary
+    from producer.tasks_file import TaskDefaults, TasksFile
+
+__all__ = ["app", "bad_usage", "print_summary", "read_settings"]
 
 _PIPE_WIDTH = 200
 
@@ -112,6 +105,13 @@ def run(
     Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
     Redis, and nothing runs; 130 interrupted.
     """
+    from producer.files.lines import STDIN
+    from producer.files.mapping import ColumnMapping
+    from producer.files.output import prepare_results
+    from producer.files.record import remember
+    from producer.runner import RunOptions, run_batch
+    from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
+
     if resume and overwrite:
         bad_usage("--resume and --overwrite exclude each other")
     with _problems_end_it():
@@ -159,6 +159,8 @@ def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(found.as_dict())
     else:
+        from rich.console import Console
+
         found.show(Console())
 
 
@@ -228,6 +230,9 @@ def report(
 def _harbor_tasks(
     tasks: Path | None, harbor: Path | None, agent: str | None, defaults: TaskDefaults, samples: int
 ) -> TasksFile:
+    from producer.harbor import read_tasks
+    from producer.tasks_file import TasksFile
+
     if (tasks is None) == (harbor is None):
         bad_usage("give either a file of tasks, or --harbor TASKS_DIR")
     if harbor is None:
@@ -244,6 +249,9 @@ def _tell_checked(count: int) -> None:
 
 
 def _refuse_changed(out: Path, file: TasksFile, results: ResultsOutput) -> None:
+    from producer.errors import first_of
+    from producer.files.record import record_path
+
     if found := list(file.changed(out, results.kept)):
         bad_usage(
             f"{len(found)} of the tasks whose results {out} holds are not what they were: {first_of(found)}; give the "
@@ -259,6 +267,10 @@ def _resume_command(arguments: list[str]) -> str:
 
 def read_settings(redis_url: str | None = None) -> ProducerSettings:
     """Read the producer's settings, ``redis_url`` before the environment's; exits with 2 when one is wrong."""
+    from pydantic import ValidationError
+
+    from producer.settings import ProducerSettings
+
     given: dict[str, Any] = {} if redis_url is None else {"redis_url": redis_url}
     try:
         return ProducerSettings(**given)
@@ -272,6 +284,8 @@ def print_summary(summary: Summary, as_json: bool = False) -> None:
     if as_json:
         _print_json(summary.as_dict())
     else:
+        from rich.console import Console
+
         summary.show(Console())
 
 
@@ -283,6 +297,10 @@ def bad_usage(message: str) -> NoReturn:
 
 @contextmanager
 def _problems_end_it() -> Iterator[None]:
+    from producer.contract import InvalidRequestError
+    from producer.errors import FleetError, RunBrokenError
+    from producer.files.errors import ResultsFileError, TasksFileError
+
     try:
         yield
     except TasksFileError as error:
@@ -298,6 +316,9 @@ def _problems_end_it() -> Iterator[None]:
 
 
 async def _status(settings: ProducerSettings) -> FleetStatus:
+    from producer.connection import FleetConnection
+    from producer.status import read_status
+
     connection = FleetConnection(settings.redis_url, patience=0)
     await connection.open()
     try:
@@ -308,10 +329,14 @@ async def _status(settings: ProducerSettings) -> FleetStatus:
 
 def _console() -> Console:
     """Return a console for texts: as wide as the terminal, and wide enough for whole lines elsewhere."""
+    from rich.console import Console
+
     return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def _print_json(value: dict[str, Any]) -> None:
+    import orjson
+
     sys.stdout.write(orjson.dumps(value).decode() + "\n")
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from producer.agents import AGENTS, ORACLE
 from producer.contract import Seconds
 from producer.dockerfile import NeedsBuildError, Recipe, last_workdir
 from producer.packing import PackingError, pack, walk
@@ -25,10 +26,6 @@ from producer.tasks_file import Task, TasksFileError
 
 #: The name of the environment that runs such tasks.
 ENVIRONMENT = "harbor"
-#: The agents that it bundles; `workers.harbor.agents` says what they are.
-AGENTS = ("shell", "mini-swe-agent", "opencode", "codex", "claude-code", "oracle", "nop")
-#: The agent that runs the task's own solution, and the only one whose sandbox is given it.
-ORACLE = "oracle"
 
 INSTRUCTION_LIMIT = 1024**2
 #: Seconds that scoring may take besides the verifier itself: to upload the tests, and to start.

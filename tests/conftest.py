@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fleets import Agents
 from support import RedisServer
 
 
@@ -35,6 +37,15 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    # Not below /tmp: a sandbox of the platform has a /tmp of its own.
+    with tempfile.TemporaryDirectory(prefix="rollouts-agents-", dir="/var/tmp") as directory:
+        agents = Agents(Path(directory))
+        yield agents
+        agents.close()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from prometheus_client import Counter
 
 from workers.local import find_redis_server
 
@@ -42,6 +43,12 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         timeout=60,
         check=False,
     )
+
+
+def counted(counter: Counter, **labels: str) -> float:
+    """Return what a counter of this process has under these labels."""
+    samples = [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 class RedisServer:

@@ -23,6 +23,7 @@ from workers.errors import (
     TunnelError,
 )
 from workers.gateway.protocol import Gateway, Trajectory
+from workers.instruments import PHASE_SECONDS
 from workers.state import Rollout
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,12 @@ async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> A
         log(rollout, phase, "unexpected error", level=logging.ERROR, error=error)
         raise _OWNER[phase](f"unexpected {type(error).__name__}: {error}", phase=phase) from error
     finally:
-        rollout.durations[phase.value] = time.monotonic() - began
+        _note_duration(rollout, phase, time.monotonic() - began)
+
+
+def _note_duration(rollout: Rollout, phase: Phase, seconds: float) -> None:
+    rollout.durations[phase.value] = seconds
+    PHASE_SECONDS.labels(phase).observe(seconds)
 
 
 @asynccontextmanager
@@ -169,7 +175,7 @@ class Cleanup:
         try:
             await uninterrupted(self._stack.aclose(), timeout=None)  # each release has a deadline of its own
         finally:
-            self._rollout.durations[Phase.CLEANUP.value] = time.monotonic() - began
+            _note_duration(self._rollout, Phase.CLEANUP, time.monotonic() - began)
 
 
 def record_trajectory(rollout: Rollout, trajectory: Trajectory) -> None:

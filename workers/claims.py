@@ -180,7 +180,8 @@ class Claims:
             failed_attempts=tuple(self._impatient.failed_attempts(job.id)),
         )
         encoded = self._app.backend.encoded(job.id, result, states.SUCCESS)
-        self._impatient.commit(job.id, claim.attempt, claim.batch_id, result.stop_condition, encoded)
+        kind = ErrorKind.CANCELLED.value
+        self._impatient.commit(job.id, claim.attempt, claim.batch_id, result.stop_condition, encoded, error=kind)
 
     def end_early(self, rollout_id: str, renewal: Renewal) -> None:
         """Cancel the job of a rollout whose lease was lost, or whose cancellation was asked for."""
@@ -196,17 +197,17 @@ class Claims:
         held = self._held.get(rollout_id)
         return held is not None and held[0] is _job_here()
 
-    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes, *, error: str = "") -> None:
         """Store the result, end the record and announce it; dropped when another attempt owns the rollout by now.
 
         Raises `redis.RedisError`; Celery's backend tries again until Redis answers.
         """
         _, claim = self._held[rollout_id]
         try:
-            committed = self._store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result)
-        except (redis.OutOfMemoryError, redis.ReadOnlyError) as error:
+            committed = self._store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result, error=error)
+        except (redis.OutOfMemoryError, redis.ReadOnlyError) as refusal:
             # Redis is full, or fails over. The lease is kept meanwhile, so nobody runs the rollout again.
-            raise redis.ConnectionError(f"Redis takes no writes: {type(error).__name__}") from None
+            raise redis.ConnectionError(f"Redis takes no writes: {type(refusal).__name__}") from None
         if not committed:
             logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=about(rollout_id))
 

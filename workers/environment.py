@@ -39,11 +39,18 @@ class Environment:
         return request.run_command
 
     def build_env_vars(self, request: RolloutRequest, rollout: Rollout) -> dict[str, str]:
-        """Return the agent's variables: where its model is and its own key; the request's ``env`` wins."""
+        """Return the agent's variables: where its model is and its own key; the request's ``env`` wins.
+
+        One set for each API that the gateway speaks, all of the same rollout. A request whose ``secret_env`` names
+        ``ANTHROPIC_API_KEY`` means Anthropic itself, so that it gets none for that.
+        """
+        base_url = rollout.rollout_base_url or ""
+        anthropic = {"ANTHROPIC_BASE_URL": base_url, "ANTHROPIC_API_KEY": rollout.api_key}
         return {
-            "OPENAI_BASE_URL": rollout.rollout_base_url or "",
+            "OPENAI_BASE_URL": base_url,
             "OPENAI_MODEL": request.model,
             "OPENAI_API_KEY": rollout.api_key,
+            **({} if "ANTHROPIC_API_KEY" in request.secret_env else anthropic),
             "OPENAI_TIMEOUT": MODEL_CALL_TIMEOUT,
             "OPENAI_REQUEST_TIMEOUT": MODEL_CALL_TIMEOUT,
             "HTTPX_TIMEOUT": MODEL_CALL_TIMEOUT,

@@ -19,8 +19,6 @@ import redis
 from celery import Celery
 from celery.exceptions import Ignore
 from prometheus_client.registry import Collector
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from producer.contract import (
     ErrorInfo,
@@ -33,7 +31,7 @@ from producer.contract import (
 )
 from producer.policy import cancelled_error
 from producer.server import redact, what_redis_does
-from workers import access, claims
+from workers import access, claims, instruments
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
@@ -45,7 +43,15 @@ from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
 from workers.loop_watch import LoopWatch
-from workers.metrics import BreakerCollector, LeakCollector, LoopCollector, TunnelCollector
+from workers.metrics import (
+    SCRAPE_PATIENCE,
+    BreakerCollector,
+    LeakCollector,
+    LoopCollector,
+    QueueCollector,
+    RolloutCollector,
+    TunnelCollector,
+)
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
 from workers.progress import ProgressTeller
@@ -108,7 +114,7 @@ class Fleet:
             self.progress = self._progress_teller()
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
-            impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, retry=Retry(NoBackoff(), 0))
+            impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
             self.claims = self.app.rollout_records = claims.Claims(
                 self.app,
                 self.store,
@@ -124,7 +130,8 @@ class Fleet:
                 limit=self._cap_by_breaker,
                 running=lambda: len(self.claims),
             )
-            admin.collect(*self._collectors())
+            scraped = stack.enter_context(connected(self.settings, self.app, patience=SCRAPE_PATIENCE, once=True))
+            admin.collect(QueueCollector(scraped), *self._collectors())
             self.keeper.start()
             stack.push_async_callback(self._stop_keeper)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
@@ -148,6 +155,8 @@ class Fleet:
 
     def _collectors(self) -> tuple[Collector, ...]:
         return (
+            *instruments.ALL,
+            RolloutCollector(lambda: list(self._running.values()), lambda: self.pool.limit),
             TunnelCollector(self.systems.tunnels.report),
             LeakCollector(lambda: self.orphans.leaked),
             BreakerCollector(self.breaker.report),

@@ -20,6 +20,7 @@ from celery import Celery
 
 from producer import broker
 from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
+from workers import instruments
 from workers.history import HandBack, history_line, packed, parsed, with_turns
 from workers.uptime import Uptime
 
@@ -146,6 +147,7 @@ class JobStore:
         if status != "claimed":
             return str(status)
         _, attempt, spent, max_attempts, batch, gateway, request = answer
+        instruments.ATTEMPTS.inc()
         last = int(spent) >= int(max_attempts)
         return Claim(rollout_id, int(attempt), last, batch.decode(), request, gateway.decode())
 
@@ -169,14 +171,15 @@ class JobStore:
         outcome: StopCondition,
         result: bytes,
         *,
+        error: str = "",
         lapsed: bool = False,
     ) -> bool:
         """Store the result (encoded as Celery's backend keeps it), end the rollout and announce it, in one step.
 
         False when another attempt owns it or has ended it, or, with ``lapsed``, when its worker came back: then
-        nothing is stored.
+        nothing is stored. ``error`` is the kind of the result's error, for the metrics.
         """
-        return bool(
+        committed = bool(
             self._commit(
                 keys=[
                     broker.job_key(rollout_id),
@@ -195,6 +198,10 @@ class JobStore:
                 ],
             )
         )
+        if committed:
+            instruments.FINISHED.labels(outcome, error).inc()
+            instruments.RESULT_BYTES.inc(len(result))
+        return committed
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout as a producer does: end one that waits, ask the worker of one that runs."""
@@ -327,7 +334,8 @@ class JobStore:
 
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
-        seconds, micros = self.client.time()
+        with instruments.REDIS_ROUND_TRIP.time():
+            seconds, micros = self.client.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
     def uptime(self) -> float:

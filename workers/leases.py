@@ -17,6 +17,7 @@ import orjson
 import redis
 
 from producer import broker
+from workers.instruments import LEASE_LOSSES, LEASE_RENEWALS
 from workers.jobs import JobStore, Renewal
 from workers.loop_watch import LoopWatch
 
@@ -147,6 +148,7 @@ class LeaseKeeper(threading.Thread):
             return
         held = self.held()
         for rollout_id, renewal in self._store.renew(held).items():
+            (LEASE_LOSSES if renewal is Renewal.LOST else LEASE_RENEWALS).inc()
             if renewal is Renewal.RENEWED:
                 continue
             if renewal is Renewal.LOST:

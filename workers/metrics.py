@@ -1,15 +1,123 @@
-"""What a worker process tells Prometheus: gauges that are read where the truth is, at the moment of the scrape."""
+"""What a worker process tells Prometheus: gauges that are read where the truth is, at the moment of the scrape.
+
+What the whole fleet shares (`QueueCollector`) each worker reads from Redis by itself: so it is told as long as any
+worker lives, beat needs no port, and a question takes the ``max`` of the answers. What is counted stands in
+`workers.instruments`.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import redis
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from producer import broker
+from producer.contract import Phase
 from workers.breaker import State
+from workers.jobs import JobStore
 from workers.loop_watch import LoopWatch
+from workers.state import Rollout
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a scrape waits for Redis; Prometheus itself waits for ten.
+SCRAPE_PATIENCE = 2.0
+#: Seconds for which what Redis said, or that it said nothing, is told again.
+_FRESH = 1.0
+
+
+class RolloutCollector(Collector):
+    """Tells what this worker runs: ``running`` returns its attempts, ``slots`` how many it may run at one time."""
+
+    def __init__(self, running: Callable[[], list[Rollout]], slots: Callable[[], int]) -> None:
+        self._running = running
+        self._slots = slots
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges; every phase has one, also when nothing is in it."""
+        running = self._running()
+        phases = Counter(rollout.phase for rollout in running)
+        in_phase = GaugeMetricFamily("rollouts_in_phase", "Attempts that this worker runs, by phase.", labels=["phase"])
+        for phase in Phase:
+            in_phase.add_metric([phase.value], phases[phase])
+        live = sum(rollout.sandbox is not None for rollout in running)
+        yield in_phase
+        yield GaugeMetricFamily("rollouts_concurrency", "Attempts that it runs at one time.", value=self._slots())
+        yield GaugeMetricFamily("rollouts_sandboxes", "Sandboxes that its attempts hold.", value=live)
+
+
+class QueueCollector(Collector):
+    """Tells what the whole fleet shares, from Redis: its queue and its memory.
+
+    ``store`` has a connection of its own, of little patience (`SCRAPE_PATIENCE`). Where Redis does not answer there is
+    only ``rollouts_redis_up``, and the scrape goes on. Scrapes that come at one time share an answer.
+    """
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._found: list[Metric] = []
+        self._read_at = float("-inf")
+
+    def forget(self) -> None:
+        """Have the next scrape ask Redis, however soon it comes."""
+        self._read_at = float("-inf")
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        with self._lock:
+            if time.monotonic() - self._read_at > _FRESH:
+                self._found = self._look()
+                self._read_at = time.monotonic()
+            found = self._found
+        yield from found
+
+    def _look(self) -> list[Metric]:
+        up = GaugeMetricFamily("rollouts_redis_up", "Whether Redis answered this worker's scrape: 1 or 0.")
+        try:
+            found = [*self._queue(), *self._memory()]
+        except redis.RedisError as error:
+            logger.info("metrics without what Redis knows: %s", error, extra={"stage": "admin"})
+            found = []
+        up.add_metric([], float(bool(found)))
+        return [up, *found]
+
+    def _queue(self) -> Iterator[Metric]:
+        now = self._store.now_ms()
+        pipe = self._store.client.pipeline(transaction=False)
+        pipe.zcard(broker.PENDING)
+        pipe.zcard(broker.DELAYED)
+        pipe.zcount(broker.RUNNING, f"({now}", "+inf")
+        pipe.zcount(broker.RUNNING, "-inf", now)
+        bases = [broker.pending_base(step) for step in broker.PRIORITY_STEPS]
+        for base in bases:  # what was put to the front of its list has no time
+            limits = f"({base}", f"({base + broker.LIST_SPAN}"
+            pipe.zrangebyscore(broker.PENDING, *limits, start=0, num=1, withscores=True)
+        queued, delayed, running, lapsed, *firsts = pipe.execute()
+        times = [score - base for base, first in zip(bases, firsts, strict=True) for _, score in first]
+        oldest = max(0.0, (now - min(times)) / 1000) if times else 0.0
+        yield GaugeMetricFamily("rollouts_queued", "Rollouts of the fleet that wait for a worker.", value=queued)
+        yield GaugeMetricFamily("rollouts_delayed", "Rollouts of the fleet that failed, and wait.", value=delayed)
+        yield GaugeMetricFamily("rollouts_running", "Rollouts of the fleet that hold a lease.", value=running)
+        yield GaugeMetricFamily("rollouts_lapsed", "Rollouts of the fleet whose lease lapsed.", value=lapsed)
+        what = "For how long the oldest of those that wait for a worker has waited."
+        yield GaugeMetricFamily("rollouts_oldest_queued_seconds", what, value=oldest)
+
+    def _memory(self) -> Iterator[Metric]:
+        try:
+            memory = self._store.client.info("memory")
+        except redis.ResponseError:  # its user may not ask
+            return
+        used, limit = memory.get("used_memory", 0), memory.get("maxmemory", 0)
+        yield GaugeMetricFamily("rollouts_redis_memory_used_bytes", "Memory that Redis uses.", value=used)
+        yield GaugeMetricFamily("rollouts_redis_memory_limit_bytes", "Its maxmemory; 0 for no limit.", value=limit)
 
 
 class TunnelCollector(Collector):

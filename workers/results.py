@@ -25,8 +25,11 @@ class Records(Protocol):
         """Whether this worker has claimed the rollout."""
         ...
 
-    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
-        """End the record of a rollout that this worker holds, unless another attempt owns it by now."""
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes, *, error: str = "") -> None:
+        """End the record of a rollout that this worker holds, unless another attempt owns it by now.
+
+        ``error`` is the kind of the result's error, if it has one.
+        """
         ...
 
     def cancel(self, rollout_id: str) -> None:
@@ -59,13 +62,18 @@ class RolloutBackend(RedisBackend):
             except Exception as error:  # noqa: BLE001 - pydantic, orjson, or the object that a hook put into the result
                 outcome, result = StopCondition.HAS_ERROR, _storable_part(result, error)
                 encoded = self.encoded(task_id, result, state, traceback, request)
-            records.commit(task_id, outcome, encoded)
+            records.commit(task_id, outcome, encoded, error=_kind(result))
         return result
 
     def encoded(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None) -> bytes:
         """Return what Celery keeps for a task, as the bytes under its key."""
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         return bytes(self.encode(meta | {"task_id": task_id}))
+
+
+def _kind(result: Any) -> str:
+    error = result.error if isinstance(result, RolloutResult) else None
+    return error.kind.value if error else ""
 
 
 def _storable_part(result: RolloutResult, error: Exception) -> RolloutResult:

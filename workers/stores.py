@@ -8,17 +8,22 @@ from typing import Any
 
 import redis
 from celery import Celery
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from workers.jobs import JobStore
 from workers.settings import WorkerSettings
 
 
 @contextmanager
-def connected(settings: WorkerSettings, app: Celery, *, patience: float = 10.0, **options: Any) -> Iterator[JobStore]:
+def connected(
+    settings: WorkerSettings, app: Celery, *, patience: float = 10.0, once: bool = False
+) -> Iterator[JobStore]:
     """Hold a job store on a Redis connection pool of its own, which waits ``patience`` seconds for an answer.
 
-    ``options`` are more of redis-py's.
+    With ``once`` nothing is tried a second time.
     """
+    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0)} if once else {}
     client = redis.Redis.from_url(
         settings.redis_url,
         socket_timeout=patience,

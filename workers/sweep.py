@@ -75,7 +75,8 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
         result = _last_result(lapsed, what, attempts, request, reason)
         encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
         outcome = result.stop_condition
-        if store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, outcome, encoded, lapsed=True):
+        kind = result.error.kind.value if result.error else ""
+        if store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, outcome, encoded, error=kind, lapsed=True):
             logger.error("%s: %s, ended as %s", lapsed.rollout_id, why, outcome, extra=about)
     return what.value
 
@@ -90,7 +91,9 @@ def _end_unreadable(store: JobStore, app: Celery, lapsed: Lapsed) -> None:
             rollout_id=lapsed.rollout_id, batch_id=lapsed.batch_id, stop_condition=condition, **fields
         )
         encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
-        store.commit(lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, condition, encoded, lapsed=True)
+        store.commit(
+            lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, condition, encoded, error=error.kind.value, lapsed=True
+        )
     except (ValueError, TypeError, redis.ResponseError):
         logger.exception("sweep: %s cannot be ended either", lapsed.rollout_id)
 

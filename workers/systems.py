@@ -15,7 +15,6 @@ from workers.errors import InvalidRolloutError
 from workers.foreign import AllowedGateways, ForeignGateways
 from workers.gateway.client import HttpGateway
 from workers.gateway.protocol import Gateway
-from workers.interception import InterceptingGateway
 from workers.leaks import PROCESS
 from workers.ledger import fleet_label
 from workers.registry import sandbox_provider, tunnel_provider
@@ -121,6 +120,8 @@ class WorkerSystems:
             raise InvalidRolloutError(
                 "use_gateway: false, but this worker has no ROLLOUTS_MODEL_URL to pass the agent's model calls to"
             )
+        from workers.interception import InterceptingGateway  # a whole gateway, which few workers need
+
         key = settings.model_api_key
         served = InterceptingGateway(settings.model_url, key.get_secret_value() if key else None)
         served.start()

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helm.binaries import promtool
 from helm.chart import Helm, Resource, container, of_kind, variables, workloads
 from support import free_port, wait_until
 
@@ -153,7 +154,10 @@ def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -
     assert httpx.get(url).status_code == 401
     metrics = httpx.get(url, headers={"Authorization": f"Bearer {worker['ROLLOUTS_ADMIN_TOKEN']}"})
     assert metrics.status_code == 200
-    assert "rollouts_loop_behind_seconds" in metrics.text
+    assert f'rollouts_finished_total{{error="",outcome="completed"}} {ROLLOUTS}.0' in metrics.text
+    command = [promtool(), "check", "metrics"]
+    checked = subprocess.run(command, input=metrics.content, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr.decode()
 
 
 def _the_command_finds_the_worker(worker: dict[str, str]) -> None:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from emulators.prime import PrimeEmulator
-from fleets import SYSTEMS, Agents, fleet_on
+from fleets import SYSTEMS, fleet_on
 
 from producer import Producer, RolloutRequest, RolloutResult
 from producer.settings import ProducerSettings
 from workers.local import LocalStack
-
-
-@pytest.fixture
-def agents() -> Iterator[Agents]:
-    # Not below /tmp: a sandbox of the platform has a /tmp of its own.
-    with tempfile.TemporaryDirectory(prefix="rollouts-agents-", dir="/var/tmp") as directory:
-        agents = Agents(Path(directory))
-        yield agents
-        agents.close()
 
 
 @pytest.fixture(scope="module", params=[pytest.param(s, marks=pytest.mark.xdist_group(f"on-{s}")) for s in SYSTEMS])

@@ -78,9 +78,8 @@ class StandInWorker(threading.Thread):
 
     def claim(self, rollout_id: str) -> RolloutRequest | None:
         keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        status, *found = self._claim(
-            keys=keys, args=[rollout_id, "stand-in", LEASE_MS, RECORD_TTL, self._wakeup.render(rollout_id)]
-        )
+        args = [rollout_id, "stand-in", LEASE_MS, RECORD_TTL, "", self._wakeup.render(rollout_id)]
+        status, *found = self._claim(keys=keys, args=args)
         return RolloutRequest.parse(found[-1]) if status == b"claimed" else None
 
     def end_cancelled(self) -> None:

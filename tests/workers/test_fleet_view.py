@@ -153,6 +153,9 @@ def test_status_shows_the_fleet_in_one_view_and_as_json(stack: LocalStack, admin
     metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
     assert 'rollouts_breaker_state{state="closed",system="gateway"} 1.0' in metrics
     assert 'rollouts_loop_lag_seconds{statistic="p99"}' in metrics
+    for sample in ("rollouts_concurrency 20.0", "rollouts_redis_up 1.0", "rollouts_lease_losses_total 0.0"):
+        assert sample in metrics
+    assert 'rollouts_gateway_requests_total{operation="register",status="200"}' in metrics
 
 
 class Hanging(Environment):

@@ -26,7 +26,7 @@ class Records:
     def holds(self, rollout_id: str) -> bool:
         return rollout_id == "held"
 
-    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes) -> None:
+    def commit(self, rollout_id: str, outcome: StopCondition, result: bytes, *, error: str = "") -> None:
         if self.failures:
             self.failures -= 1
             raise redis.ConnectionError("away")

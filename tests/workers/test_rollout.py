@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,9 +209,10 @@ def test_the_agents_key_goes_into_secrets_and_its_variables_into_env() -> None:
     rollout = run(world, attempt_of(env={"OPENAI_TIMEOUT": "5", "MINE": "1"}))
 
     assert world.spec is not None
-    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key}
+    assert world.spec.secrets == {"OPENAI_API_KEY": rollout.api_key, "ANTHROPIC_API_KEY": rollout.api_key}
     assert world.spec.env == {
         "OPENAI_BASE_URL": rollout.rollout_base_url,
+        "ANTHROPIC_BASE_URL": rollout.rollout_base_url,
         "OPENAI_MODEL": "m",
         "OPENAI_TIMEOUT": "5",
         "OPENAI_REQUEST_TIMEOUT": "600",
@@ -218,6 +220,14 @@ def test_the_agents_key_goes_into_secrets_and_its_variables_into_env() -> None:
         "MINE": "1",
     }
     assert rollout.api_key not in repr(world.spec) + repr(rollout)
+
+
+def test_a_request_that_brings_anthropics_own_key_is_led_to_anthropic() -> None:
+    rollout: Any = SimpleNamespace(rollout_base_url="http://gateway.test/v1/rollouts/r", api_key="own")
+    for secret_env, led in (([], True), (["ANTHROPIC_API_KEY"], False)):
+        request = RolloutRequest.parse({"model": "m", "secret_env": secret_env})
+        env = Environment().build_env_vars(request, rollout)
+        assert ("ANTHROPIC_BASE_URL" in env, "ANTHROPIC_API_KEY" in env) == (led, led)
 
 
 @pytest.mark.parametrize(

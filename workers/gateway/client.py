@@ -20,6 +20,7 @@ from workers.aio import Turnstile, queued, uninterrupted
 from workers.connections import session
 from workers.errors import GatewayError
 from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Progress, Registration, Trajectory, rollout_path
+from workers.instruments import GATEWAY_REQUESTS, NO_ANSWER
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,9 @@ class HttpGateway:
                 async with asyncio.timeout(None if method == "GET" else self._timeout), call as response:
                     body = await _bounded_body(response, LARGEST_TRAJECTORY if method == "GET" else LARGEST_ANSWER)
             except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
+                GATEWAY_REQUESTS.labels(_operation(url), NO_ANSWER).inc()
                 self._raise_unanswered(url, error)
+        GATEWAY_REQUESTS.labels(_operation(url), response.status).inc()
         if response.ok or (missing_ok and response.status == 404):
             return body
         raise _refused(url, response.status, body)
@@ -296,6 +299,10 @@ def _detail(status: int, body: bytes) -> str:
 
 def _url(gateway_url: str, rollout_id: str) -> str:
     return gateway_url.rstrip("/").removesuffix("/v1") + rollout_path(rollout_id)
+
+
+def _operation(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2]
 
 
 def _head(text: str) -> str:

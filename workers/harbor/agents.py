@@ -9,8 +9,8 @@ and ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL``. What an image has
 the sandbox's, which no other rollout shares, because the commands that an agent runs are to find the task's files
 there; each agent's own settings are kept in AGENT_DIR.
 
-``codex`` calls ``/responses`` and ``claude-code`` ``/v1/messages`` (tried with 0.171 and 2.1): they need a gateway that
-serves these, and a rollout whose gateway does not ends before its agent starts. All others use ``/chat/completions``.
+``codex`` calls ``/responses`` and ``claude-code`` ``/v1/messages`` (tried with 0.171 and 2.1). The bundled gateway
+serves both; a rollout whose gateway does not ends before its agent starts. All others use ``/chat/completions``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from producer.harbor import ORACLE
+from producer.agents import ORACLE
 from workers.errors import InvalidRolloutError
 from workers.harbor import shell_agent
 

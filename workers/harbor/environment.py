@@ -19,10 +19,8 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
-import httpx
-
+from producer.agents import ORACLE
 from producer.contract import RolloutRequest
-from producer.harbor import ORACLE
 from workers.environment import Environment
 from workers.errors import EnvironmentHookError, InvalidRolloutError, SandboxError
 from workers.gateway.protocol import rollout_path
@@ -98,6 +96,8 @@ async def _check_gateway(rollout: Rollout, agent: Agent) -> None:
     """
     if agent.endpoint in {None, CHAT}:
         return
+    import httpx  # a worker that asks no gateway this does without
+
     url = f"{rollout.gateway_url}{rollout_path(rollout.gateway_id)}/{agent.endpoint}"
     headers = {"Authorization": f"Bearer {rollout.api_key}"}
     try:

@@ -21,6 +21,7 @@ from prime_sandboxes.sandbox import AsyncSandboxAuthCache
 from workers.aio import Turnstile, queued
 from workers.connections import PlainClient
 from workers.errors import SandboxError
+from workers.instruments import PLATFORM_REQUESTS
 from workers.prime import many_connections
 from workers.sandboxes.base import FoundSandbox, SandboxSpec
 from workers.sandboxes.polls import Answer, Ended, Failed, Unclear
@@ -90,7 +91,7 @@ class Platform:
                 headers=own.headers, follow_redirects=own.follow_redirects, timeout=own.timeout, transport=transport
             )
         for client in (api.client, self._sdk._get_gateway_client()):
-            client.event_hooks = {"response": [self._refuse_to_wait]}
+            client.event_hooks = {"response": [_count, self._refuse_to_wait]}
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -339,6 +340,10 @@ class Platform:
         if response.status_code == 429:
             await response.aread()
             raise RateLimitError(retry_after(response, self._rate_limit_delay), response.text)
+
+
+async def _count(response: httpx.Response) -> None:
+    PLATFORM_REQUESTS.labels("sandboxes", response.status_code).inc()
 
 
 class _TokensInMemory(AsyncSandboxAuthCache):

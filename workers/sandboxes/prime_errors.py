@@ -14,6 +14,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import httpx
 from prime_sandboxes import (
@@ -29,8 +30,11 @@ from prime_sandboxes import (
 from pydantic import ValidationError
 
 from workers.errors import SandboxError
+from workers.instruments import NO_ANSWER, PLATFORM_REQUESTS
 from workers.prime import seconds_to_wait
 from workers.sandboxes.base import SandboxSpec
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 #: States from which a sandbox does not come back.
 ENDED_STATES = frozenset({"ERROR", "TERMINATED", "TERMINATING", "TIMEOUT"})
@@ -85,8 +89,10 @@ async def platform_call(
     except Exception as error:
         if task.cancelling() > cancels:
             raise asyncio.CancelledError from None
-        if limited := _rate_limit_behind(error):
+        if limited := _behind(error, RateLimitError):
             raise limited from error
+        if clock.expired() or _behind(error, httpx.TransportError):
+            PLATFORM_REQUESTS.labels("sandboxes", NO_ANSWER).inc()
         if clock.expired():
             raise UnansweredError(f"{what}: the platform did not answer within {limit:.3g} s") from error
         raise sandbox_error(what, error, sandbox_id=sandbox_id, spec=spec) from error
@@ -94,9 +100,9 @@ async def platform_call(
         raise asyncio.CancelledError
 
 
-def _rate_limit_behind(error: BaseException | None) -> RateLimitError | None:
-    """Return the 429 that the SDK has wrapped, as it does with whatever a request for a file raises."""
-    while error is not None and not isinstance(error, RateLimitError):
+def _behind(error: BaseException | None, kind: type[ErrorT]) -> ErrorT | None:
+    """Return the error of this kind that the SDK has wrapped, as it does with whatever a request for a file raises."""
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 

@@ -28,6 +28,7 @@ from prime_tunnel.models import TunnelInfo
 from redis.asyncio import Redis
 
 from producer import broker
+from workers.instruments import NO_ANSWER, PLATFORM_REQUESTS
 from workers.reaper import REAP_VARIABLE, Reaper
 from workers.settings import WorkerSettings
 from workers.throttle import Throttle
@@ -146,6 +147,8 @@ class PrimeBackend:
             async with asyncio.timeout(timeout):
                 return await work
         except Exception as error:  # noqa: BLE001 - whatever it is, it is mapped
+            if isinstance(error.__cause__, httpx.RequestError) or isinstance(error, TimeoutError):
+                PLATFORM_REQUESTS.labels("tunnels", NO_ANSWER).inc()
             words = self._redactor.redact(str(error))
             raise mapped(error, words, doing, timeout) from None  # its cause may show an answer, with its secrets
 
@@ -298,6 +301,7 @@ class _Client(TunnelClient):
         return info
 
     async def _handle_response(self, response: httpx.Response, operation: str) -> dict[str, Any]:
+        PLATFORM_REQUESTS.labels("tunnels", response.status_code).inc()
         try:
             answer = await super()._handle_response(response, operation)
             _require_found(response, operation)

@@ -10,11 +10,12 @@ from typing import Any
 
 import orjson
 import pytest
-from support import free_port
+from support import counted, free_port
 
 from producer.contract import ErrorKind
 from workers.gateway.client import HttpGateway
 from workers.gateway.protocol import Registration
+from workers.instruments import GATEWAY_REQUESTS, NO_ANSWER
 
 WIRE = Path(__file__).parent / "wire"
 REGISTRATION = Registration(model="m")
@@ -117,8 +118,12 @@ async def unregister(client: HttpGateway, url: str, _: Any) -> None:
 
 @pytest.mark.parametrize("act", [fetch, cancel, unregister])
 def test_idempotent_calls_survive_three_failures(act: Any, against: Callable[..., Any]) -> None:
+    before = [counted(GATEWAY_REQUESTS, status=status) for status in (NO_ANSWER, "503", "502", "200")]
     _, scripted = against(["drop", (503, b""), (502, b""), (200, TRAJECTORY)], act)
     assert len(scripted.requests) == 4
+    after = [counted(GATEWAY_REQUESTS, status=status) for status in (NO_ANSWER, "503", "502", "200")]
+    # aiohttp itself sends a read that was dropped once more.
+    assert [now - then for now, then in zip(after, before, strict=True)] == [act is not fetch, 1, 1, 1]
 
 
 @pytest.mark.parametrize("act", [fetch, cancel, unregister])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,9 @@ import pytest
 from producer import RolloutResult
 from producer.contract import ErrorKind, StopCondition
 from producer.harbor import AGENTS, read_tasks
+from workers.errors import EnvironmentHookError
 from workers.harbor.agents import BY_NAME
+from workers.harbor.environment import _check_gateway
 from workers.local import LocalStack
 
 pytestmark = pytest.mark.xdist_group("harbor")
@@ -166,15 +172,15 @@ GIVEN = "/app/it's here"
 
 
 @pytest.mark.parametrize("agent", ["codex", "claude-code"])
-def test_an_agent_that_the_gateway_cannot_serve_is_named_with_what_to_do(
-    run: Run, make_task: MakeTask, agent: str
-) -> None:
-    (result,) = run(make_task(), agent)
-
-    assert result.error is not None
-    assert result.error.kind is ErrorKind.ENVIRONMENT
-    assert f"the agent {agent!r} calls /" in result.error.message
-    assert "which this gateway does not serve" in result.error.message
+def test_an_agent_that_the_gateway_cannot_serve_is_named_with_what_to_do(agent: str, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as nothing:
+        threading.Thread(target=nothing.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{nothing.server_address[1]}"
+        rollout: Any = SimpleNamespace(gateway_url=url, gateway_id="r", api_key="k")
+        with pytest.raises(EnvironmentHookError, match="which this gateway does not serve") as caught:
+            asyncio.run(_check_gateway(rollout, BY_NAME[agent]))
+        nothing.shutdown()
+    assert f"the agent {agent!r} calls /" in str(caught.value)
 
 
 @pytest.mark.parametrize(

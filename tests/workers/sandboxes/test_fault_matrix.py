@@ -301,7 +301,13 @@ class Lane:
         return self.emulator.requests().get(self.endpoint, 0) - self.before.get(self.endpoint, 0)
 
     async def _tidy(self, refused: int, created: int) -> None:
-        """Nothing is left when what goes on in the background has ended, and nothing was asked that may not be."""
+        """Nothing is left when what goes on in the background has ended, and nothing was asked that may not be.
+
+        Waiting for its end keeps the looks of a clearing up out of the next row's count.
+        """
+        if clearing := self.sandboxes._here().lifecycle._background:
+            _, unfinished = await asyncio.wait(set(clearing), timeout=15)
+            assert not unfinished, "still clearing up"
         end = time.monotonic() + 10
         while left := self.emulator.leaked()["sandboxes"]:
             assert time.monotonic() < end, f"left: {left}"

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from prime_sandboxes import AsyncSandboxClient
 from redis import Redis
+from support import counted
 
 from producer.broker import throttle_key
 from producer.contract import Phase, Resources
 from workers.errors import SandboxError
+from workers.instruments import NO_ANSWER, PLATFORM_REQUESTS
 from workers.sandboxes import prime as prime_module
 from workers.sandboxes import prime_client, prime_lifecycle
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxSpec
@@ -89,9 +91,11 @@ def test_a_creation_that_hangs_is_asked_for_again_and_makes_one(
 ) -> None:
     monkeypatch.setattr(prime_client, "CREATE_LIMIT", 0.3)
     prime.fault("create_sandbox", hang="after")
+    before = counted(PLATFORM_REQUESTS, api="sandboxes", status=NO_ANSWER)
     works(prime, spec())
     assert prime.requests()["create_sandbox"] == 2
     assert len(prime.sandboxes()) == 1
+    assert counted(PLATFORM_REQUESTS, api="sandboxes", status=NO_ANSWER) == before + 1
 
 
 @pytest.mark.parametrize("fault", [{"drop": "after"}, {"status": 503}, {"status": 500}])
@@ -130,7 +134,7 @@ def test_429_pauses_the_whole_fleet_for_as_long_as_the_platform_says(prime: Prim
             began = asyncio.get_running_loop().time()
             first = asyncio.create_task(one(sandboxes))
             redis = Redis.from_url(redis_url)
-            await prime.until(lambda: redis.hget(throttle_key("sandbox-creates"), "pauses"), "the pause")
+            await prime.until(lambda: redis.hget(throttle_key("sandbox-creates"), "pauses") == b"1", "the pause")
             second = await one(other)
             return await first - began, second - began
         finally:
@@ -145,10 +149,12 @@ def test_429_pauses_the_whole_fleet_for_as_long_as_the_platform_says(prime: Prim
 def test_429_that_does_not_end_is_a_retryable_error(prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_lifecycle, "RATE_TRIES", 3)
     prime.fault("create_sandbox", status=429, retry_after=0, times=None)
+    before = counted(PLATFORM_REQUESTS, api="sandboxes", status="429")
     error = failure(prime, spec())
     assert error.retryable
     assert "rate limit" in error.message
     assert prime.requests() == {"create_sandbox": 3}
+    assert counted(PLATFORM_REQUESTS, api="sandboxes", status="429") == before + 3
 
 
 def test_an_image_that_cannot_be_pulled_is_not_retried(prime: Prime, spec: Spec) -> None:

@@ -21,9 +21,10 @@ import httpx
 import psutil
 import pytest
 from prime_tunnel.core.client import TunnelClient
-from support import wait_until
+from support import counted, wait_until
 
 from workers.errors import TunnelError
+from workers.instruments import PLATFORM_REQUESTS
 from workers.reaper import REAP_VARIABLE
 from workers.settings import WorkerSettings
 from workers.tunnels.pool import TunnelPool
@@ -165,6 +166,7 @@ def test_the_platforms_limit_fails_at_once_and_says_what_to_delete(emulator: Any
 
 def test_a_429_is_tried_again_after_the_time_it_names(emulator: Any, scenario: Any) -> None:
     emulator.fault("create_tunnel", status=429, retry_after=0.2)
+    before = counted(PLATFORM_REQUESTS, api="tunnels", status="429")
     paused = []
 
     class Throttle:
@@ -180,6 +182,7 @@ def test_a_429_is_tried_again_after_the_time_it_names(emulator: Any, scenario: A
 
     scenario(backend(), story, throttle=Throttle())
     assert (paused, emulator.requests()["create_tunnel"]) == ([0.2], 2)
+    assert counted(PLATFORM_REQUESTS, api="tunnels", status="429") == before + 1
     assert emulator.leaked() == NOTHING
 
 

@@ -82,10 +82,12 @@ class ModelServer:
     async def post(self, path: str, content: bytes) -> Answer:
         """Send a call and wait for its answer's head: of an answer that is no event stream, for all of it.
 
+        ``path`` is below ``/v1``, or below the server's root when it begins with ``//`` (vLLM's ``//tokenize``).
         Every answer must be given back with `release`. Raises `UpstreamError`; ``unsent`` when nothing was sent, so
         that the call may be made elsewhere.
         """
-        request = self._request(b"POST", self._path + path, content)
+        target = self._path.removesuffix("/v1") + path[1:] if path.startswith("//") else self._path + path
+        request = self._request(b"POST", target, content)
         try:
             answer = await self._send(request)
         except (ConnectFailedError, DroppedError, SilentError) as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from workers.gateway.server.dialects import Dialect
 from workers.gateway.server.dialects.chat import Chat
+from workers.gateway.server.dialects.messages import Messages
+from workers.gateway.server.dialects.responses import Responses
 
 CHAT = Chat()
 
-DIALECTS: tuple[Dialect, ...] = (CHAT,)
+DIALECTS: tuple[Dialect, ...] = (CHAT, Responses(), Messages())
