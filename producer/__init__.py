@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ErrorKind,
         InvalidRequestError,
         Phase,
+        Purpose,
         Resources,
         RolloutRequest,
         RolloutResult,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         Timing,
     )
     from producer.errors import (
+        BatchCancelledError,
+        ConsumerTakenError,
         FleetError,
         FleetEvictsError,
         FleetFullError,
@@ -32,35 +35,54 @@ if TYPE_CHECKING:
         RolloutConflictError,
         RunBrokenError,
     )
+    from producer.group import Drop, Group, GroupResult, GroupTerms, OnReady
+    from producer.groups import Groups
+    from producer.pace import Pace
+    from producer.policy import OnStale, Staled
     from producer.results import Results
     from producer.settings import ProducerSettings
-    from producer.sync import SyncBatch, SyncHandle, SyncProducer
+    from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
+    from producer.watching import RolloutProgress
 
 __all__ = [
     "Batch",
+    "BatchCancelledError",
     "CancelAnswer",
+    "ConsumerTakenError",
     "Counts",
     "Deadlines",
+    "Drop",
     "ErrorInfo",
     "ErrorKind",
     "FleetError",
     "FleetEvictsError",
     "FleetFullError",
     "FleetUnreachableError",
+    "Group",
+    "GroupResult",
+    "GroupTerms",
+    "Groups",
     "InvalidRequestError",
     "JobState",
+    "OnReady",
+    "OnStale",
+    "Pace",
     "Phase",
     "Producer",
     "ProducerSettings",
+    "Purpose",
     "Resources",
     "Results",
     "RolloutConflictError",
     "RolloutHandle",
+    "RolloutProgress",
     "RolloutRequest",
     "RolloutResult",
     "RunBrokenError",
+    "Staled",
     "StopCondition",
     "SyncBatch",
+    "SyncGroup",
     "SyncHandle",
     "SyncProducer",
     "Timing",
@@ -72,13 +94,18 @@ _HOMES = {
     "producer.broker": "JobState",
     "producer.client": "Producer RolloutHandle",
     "producer.connection": "CancelAnswer",
-    "producer.contract": "Deadlines ErrorInfo ErrorKind InvalidRequestError Phase Resources RolloutRequest "
+    "producer.contract": "Deadlines ErrorInfo ErrorKind InvalidRequestError Phase Purpose Resources RolloutRequest "
     "RolloutResult StopCondition Timing",
-    "producer.errors": "FleetError FleetEvictsError FleetFullError FleetUnreachableError RolloutConflictError "
-    "RunBrokenError",
+    "producer.errors": "BatchCancelledError ConsumerTakenError FleetError FleetEvictsError FleetFullError "
+    "FleetUnreachableError RolloutConflictError RunBrokenError",
+    "producer.group": "Drop Group GroupResult GroupTerms OnReady",
+    "producer.groups": "Groups",
+    "producer.pace": "Pace",
+    "producer.policy": "OnStale Staled",
     "producer.results": "Results",
     "producer.settings": "ProducerSettings",
-    "producer.sync": "SyncBatch SyncHandle SyncProducer",
+    "producer.sync": "SyncBatch SyncGroup SyncHandle SyncProducer",
+    "producer.watching": "RolloutProgress",
 }
 
 

@@ -5,30 +5,35 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from producer.broker import JobState
-from producer.connection import CHUNK, CancelAnswer, Chunk, FleetConnection, Submitted, end
+from producer.connection import CHUNK, REJECTED, CancelAnswer, Chunk, FleetConnection, Submitted, end
+from producer.consumer import Consumer
 from producer.consumption import TOGETHER, Consumption
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
-from producer.errors import FleetFullError, RolloutConflictError
 from producer.ids import new_batch_id, sample_rollout_id
-from producer.results import GROUP, Completions, Recent, read_result
-
-Requests = Iterable[RolloutRequest] | AsyncIterable[RolloutRequest]
+from producer.pace import Pace
+from producer.results import GROUP, Completions, Recent, next_group, read_result
+from producer.source import Requests, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Where a batch stands; ``failed`` counts errors and agents that ran out of time."""
+    """Where a batch stands; ``failed`` counts errors and agents that ran out of time.
+
+    ``before`` are those that its named consumer had acknowledged in an earlier process: they were not submitted again.
+    """
 
     submitted: int = 0
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
+    before: int = 0
 
     @property
     def done(self) -> int:
@@ -55,10 +60,22 @@ class Batch(AsyncIterator[RolloutResult]):
     Without a ``batch_id`` the batch gets a fresh one. With one, a request that has an ``example_id`` and no
     ``rollout_id`` of its own is given ``BATCH-EXAMPLE-SAMPLE`` as its id, so that submitting the batch again, also from
     another process, finds the rollouts of the first time.
+
+    With a ``consumer`` as well, Redis keeps which results were acknowledged under that name: submitted again by a
+    process that was killed and restarted, the batch goes on with the others. Asking for the next result acknowledges
+    the one before; the one that was in hand when the process ended comes again, and ``redelivered`` is true until the
+    next one is asked for.
     """
 
     def __init__(
-        self, connection: FleetConnection, requests: Requests, *, batch_id: str | None = None, max_in_flight: int
+        self,
+        connection: FleetConnection,
+        requests: Requests,
+        *,
+        batch_id: str | None = None,
+        max_in_flight: int,
+        consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if batch_id is not None and not re.match(ID_PATTERN, batch_id):
             raise InvalidRequestError(f"batch_id: {batch_id!r} does not match {ID_PATTERN}")
@@ -66,12 +83,17 @@ class Batch(AsyncIterator[RolloutResult]):
             raise ValueError(f"max_in_flight is {max_in_flight}; a batch needs room for at least one rollout")
         self.batch_id = batch_id or new_batch_id()
         self._may_come_again = batch_id is not None
-        self.max_in_flight = max_in_flight
+        self._max_in_flight = max_in_flight
+        self._pace = pace or Pace()
+        self.redelivered = False
         self._connection = connection
         self._lasting = connection.lasting()
-        self._source = _Source(requests)
+        self._source = Source(requests)
         self._completions = Completions(connection, self.batch_id)
         self._consumption = Consumption(self._lasting, self.batch_id)
+        self._consumer = Consumer(self._lasting, self.batch_id, consumer, in_order=False) if consumer else None
+        self._in_hand: str | None = None
+        self._group = GROUP
         self._counts = Counts()
         self._taken = Recent()
         #: Everything sent or being sent and not yet announced; `_sent` is the part whose sending is over.
@@ -94,16 +116,38 @@ class Batch(AsyncIterator[RolloutResult]):
         """How many were submitted, and how those that were delivered ended."""
         return self._counts
 
-    async def primed(self) -> None:
-        """Wait until the window is full or everything is submitted; raises what went wrong.
+    @property
+    def max_in_flight(self) -> int:
+        """How many may be submitted and not yet delivered; may be moved at any time.
 
-        Returns at once for an asynchronous source, which may take its time.
+        What is in flight stays so when it is lowered: no more are submitted until there is room.
         """
-        if not self._source.is_async:
+        return self._max_in_flight
+
+    @max_in_flight.setter
+    def max_in_flight(self, count: int) -> None:
+        if count < 0:
+            raise ValueError(f"max_in_flight is {count}; 0 pauses the batch, and less means nothing")
+        self._max_in_flight = count
+        self._changed.set()
+
+    def set_pace(self, *, per_minute: float | None = None, burst: int | None = None) -> None:
+        """Submit at another pace from now on; see `Pace`."""
+        self._pace = Pace(per_minute, burst)
+        self._changed.set()
+
+    async def primed(self, *, always: bool = False) -> None:
+        """Wait until the window is full, the pace holds it up, or everything is submitted; raises what went wrong.
+
+        Returns at once for an asynchronous source, which may take its time, unless ``always``.
+        """
+        if always or not self._source.is_async:
             full = asyncio.create_task(self._primed.wait())
             await asyncio.wait({full, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
             full.cancel()
-        self._raise_error()
+        if error := _failure(self._follower) or _failure(self._feeder):
+            self._reported = True
+            raise error
 
     def __aiter__(self) -> Batch:
         return self
@@ -116,11 +160,11 @@ class Batch(AsyncIterator[RolloutResult]):
                 if self._announced:
                     await self._fetch()
                 elif self._closed or (self._feeder.done() and not self._waiting):
+                    await self._acknowledge()
                     await self.aclose()
                     raise StopAsyncIteration
-                elif (
-                    not await self._consumption.report()
-                ):  # having waited for it: look again before the event is cleared
+                # having waited for it: look again before the event is cleared
+                elif not (await self._acknowledge() or await self._consumption.report()):
                     self._changed.clear()
                     await self._changed.wait()
             # Take the entry off only after the last await: a cancelled caller loses nothing.
@@ -128,10 +172,18 @@ class Batch(AsyncIterator[RolloutResult]):
             result = await read_result(
                 self._lasting, request.rollout_id, raw, self.batch_id, request, cancelled=self._cancelled
             )
+            if self._consumer:
+                await self._consumer.hand_out(request.rollout_id)
             self._fetched.popleft()
             self._consumption.took(request.rollout_id)
+            self.redelivered = request.rollout_id == self._in_hand
+            result = self._lasting.policy.delivered(result)
             self._count(result)
             return result
+
+    async def _acknowledge(self) -> bool:
+        """Acknowledge what the consumer is done with; returns whether Redis was told anything."""
+        return self._consumer is not None and await self._consumer.acknowledge()
 
     async def cancel(self) -> dict[str, CancelAnswer]:
         """Submit no more, and cancel what is in flight; returns what was found for each rollout.
@@ -169,16 +221,27 @@ class Batch(AsyncIterator[RolloutResult]):
         return len(self._waiting) + len(self._announced) + len(self._fetched)
 
     async def _feed(self) -> None:
+        if self._consumer:
+            self._in_hand = (await self._consumer.open()).hand
         while True:
-            while self._held >= self.max_in_flight:
-                self._primed.set()
-                self._changed.clear()
-                await self._changed.wait()
-            requests = await self._source.take(min(CHUNK, self.max_in_flight - self._held))
+            room = await self._room()
+            requests = await self._source.take(room)
             if not requests:
                 return
             async with self._submitting:
                 await self._send([self._named(request) for request in requests])
+
+    async def _room(self) -> int:
+        """Wait until the window and the pace let some be submitted; returns how many."""
+        while True:
+            room = min(CHUNK, self._max_in_flight - self._held)
+            if room > 0 and (free := self._pace.free(room)):
+                return free
+            self._primed.set()
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pace.delay if room > 0 else None):
+                    await self._changed.wait()
 
     def _named(self, request: RolloutRequest) -> RolloutRequest:
         """Return the request with the batch's id and, where it shall be found again, a rollout id made of it."""
@@ -195,6 +258,11 @@ class Batch(AsyncIterator[RolloutResult]):
                     f"rollout id {request.rollout_id!r} comes twice in batch {self.batch_id}; ids must differ, and "
                     "samples of one example need a sample_index each"
                 )
+        if self._consumer:
+            taken = await self._consumer.taken([request.rollout_id for request in requests])
+            requests = [request for request in requests if request.rollout_id not in taken]
+            self._counts = replace(self._counts, before=self._counts.before + len(taken))
+        self._pace.spend(len(requests))
         for chunk in self._connection.chunks(requests):
             if self._cancelled:  # `cancel` waits for the chunk before this one
                 return
@@ -207,7 +275,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._count_submitted(len(chunk.requests))
         try:
             answers = await connection.submit_chunk(chunk)
-        except (RolloutConflictError, FleetFullError):
+        except REJECTED:
             for request in chunk.requests:
                 self._waiting.pop(request.rollout_id, None)
             self._count_submitted(-len(chunk.requests))
@@ -249,8 +317,9 @@ class Batch(AsyncIterator[RolloutResult]):
 
     async def _fetch(self) -> None:
         await self._consumption.report(at_least=TOGETHER)
-        group = list(islice(self._announced, GROUP))
+        group = list(islice(self._announced, self._group))
         stored = await self._lasting.stored_results([request.rollout_id for request in group])
+        self._group = next_group(stored)
         for request, raw in zip(group, stored, strict=True):
             self._fetched.append((request, raw))
             self._announced.popleft()
@@ -286,60 +355,3 @@ class Batch(AsyncIterator[RolloutResult]):
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
-
-
-class _Source:
-    """Takes requests from an iterable or an asynchronous one, several at once where they are there already."""
-
-    def __init__(self, requests: Requests) -> None:
-        self.is_async = isinstance(requests, AsyncIterable)
-        self._sync: Iterator[RolloutRequest] | None = None
-        self._async: AsyncIterator[RolloutRequest] | None = None
-        self._next: asyncio.Task[RolloutRequest | None] | None = None
-        self._error: Exception | None = None
-        if isinstance(requests, AsyncIterable):
-            self._async = aiter(requests)
-        else:
-            self._sync = iter(requests)
-
-    async def take(self, limit: int) -> list[RolloutRequest]:
-        """Return one to ``limit`` requests, or none at the end; waits for the first only.
-
-        An error of the source is raised once everything that came before it was taken.
-        """
-        if self._sync is not None:
-            return self._take_now(self._sync, limit)
-        taken: list[RolloutRequest] = []
-        while len(taken) < limit:
-            if self._next is None:
-                self._next = asyncio.create_task(self._anext())
-            done, _ = await asyncio.wait({self._next}, timeout=0 if taken else None)
-            if not done or (taken and self._next.exception() is not None):
-                break
-            request = self._next.result()
-            if request is None:  # the task stays: every later call finds the end again
-                break
-            self._next = None
-            taken.append(request)
-        return taken
-
-    def _take_now(self, source: Iterator[RolloutRequest], limit: int) -> list[RolloutRequest]:
-        if self._error is not None:
-            raise self._error
-        taken: list[RolloutRequest] = []
-        try:
-            taken.extend(islice(source, limit))
-        except Exception as error:
-            if not taken:
-                raise
-            self._error = error
-        return taken
-
-    def close(self) -> None:
-        """Stop waiting for the source."""
-        if self._next is not None:
-            self._next.cancel()
-
-    async def _anext(self) -> RolloutRequest | None:
-        assert self._async is not None  # noqa: S101
-        return await anext(self._async, None)

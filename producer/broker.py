@@ -14,6 +14,7 @@ size to the first three, a larger result its compressed size to the third.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,9 @@ from kombu import Connection, Queue
 from kombu.serialization import register
 from kombu.utils.json import dumps as kombu_dumps
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from producer.contract import RolloutRequest, RolloutResult
 
 # queues and tasks
 QUEUE = "rollouts"
@@ -56,6 +60,11 @@ STRAYS = _PREFIX + "strays"  #: how many things of no attempt the last look by l
 ORPHANS_SWEPT = _PREFIX + "orphans-swept"  #: as `SWEPT`, for clearing the ledger
 LABELS_SWEPT = _PREFIX + "labels-swept"  #: as `SWEPT`, for the look by label
 FLEET_ID = _PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all that it creates
+VERSIONS = _PREFIX + "versions"  #: sorted set of unfinished rollouts that can become stale, scored by policy version
+POLICY = _PREFIX + "policy"  #: hash of version, steps (max_off_policy_steps), on_stale: what the trainer trains now
+LIMITS = _PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) to how many rollouts may hold it
+PLACES = _PREFIX + "places"  #: set of the places that somebody holds or waits for
+LANES = _PREFIX + "lanes"  #: hash of served: how many rollouts were claimed, for the share of the later lists
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
 
 #: After this an entry of the ledger is given up: no platform keeps a sandbox for more than a day.
@@ -79,9 +88,14 @@ def job_key(rollout_id: str) -> str:
     """Key of a rollout's record, a hash.
 
     The producer writes ``request, state, attempt, spent, max_attempts, batch, priority, enqueued_ms``; workers add
-    ``worker, outcome, history, finished_ms``, and ``carried`` where a message brought its own request; a cancel of a
-    running rollout sets ``cancel``. ``attempt`` only ever grows and fences writes; ``spent`` counts the attempts that
-    are charged against ``max_attempts``.
+    ``worker, claimed_ms, outcome, history, finished_ms``, and ``carried`` where a message brought its own request; a
+    cancel of a running rollout sets ``cancel``, and ``reason`` says why one was cancelled, where that was not its
+    producer's wish. ``attempt`` only ever grows and fences writes; ``spent`` counts the attempts that are charged
+    against ``max_attempts``.
+
+    Where the request asks for it there are ``policy`` (its version, of one that can become stale), ``places`` (what it
+    holds while it runs, of what may be limited), ``gateways`` (those it may use) and ``gateway`` (the one it uses), and
+    ``parked`` (its wake-up message, while it waits for a place).
     """
     return f"{_PREFIX}job:{rollout_id}"
 
@@ -89,6 +103,41 @@ def job_key(rollout_id: str) -> str:
 def stream_key(batch_id: str) -> str:
     """Key of a batch's stream of completions; entries are ``{id, outcome}``."""
     return f"{_PREFIX}batch:{batch_id}"
+
+
+def tombstone_key(batch_id: str) -> str:
+    """Key that stands while a batch or group accepts no further rollout: it was cancelled for good."""
+    return f"{_PREFIX}tombstone:{batch_id}"
+
+
+def consumer_key(batch_id: str, consumer: str) -> str:
+    """Key of what a named consumer of a batch has taken, a hash of ``generation, position, hand, delivered``."""
+    return f"{_PREFIX}consumer:{batch_id}:{consumer}"
+
+
+def taken_key(batch_id: str, consumer: str) -> str:
+    """Key of the set of rollout ids that a named consumer of a batch that it submits itself has acknowledged."""
+    return f"{_PREFIX}taken:{batch_id}:{consumer}"
+
+
+def place_key(place: str) -> str:
+    """Key of the set of rollout ids that hold a limited place: those that run, and one that was just woken for it."""
+    return f"{_PREFIX}place:{place}"
+
+
+def parked_key(place: str) -> str:
+    """Key of the sorted set of rollout ids that wait for a place, scored by when they were submitted (ms)."""
+    return f"{_PREFIX}parked:{place}"
+
+
+def group_key(group_id: str) -> str:
+    """Key of the gateway that the members of a group share, a string."""
+    return f"{_PREFIX}group:{group_id}"
+
+
+def answer_key(token: str) -> str:
+    """Key of the list of workers' answers to one question of how far rollouts have come, with an expiry."""
+    return f"{_PREFIX}answer:{token}"
 
 
 def worker_key(worker: str) -> str:
@@ -116,6 +165,8 @@ def queue_key(priority: int, queue: str = QUEUE) -> str:
     step = step_of(priority)
     return f"{queue}{_PRIORITY_SEPARATOR}{step}" if step else queue
 
+
+_USES_MOVES = "-- uses moves.lua"
 
 #: Distance between the scores in `PENDING` of two of the queue's lists: the n-th list's rollouts are scored
 #: ``n * LIST_SPAN + milliseconds``, so that those of one list are a range, in the order in which they are served. One
@@ -158,8 +209,40 @@ def acl_rule(redis_url: str = "") -> str:
 
 
 def script(package: str, name: str) -> str:
-    """Return the text of ``lua/NAME.lua`` of ``package``."""
-    return (files(package) / "lua" / f"{name}.lua").read_text()
+    """Return the text of ``lua/NAME.lua`` of ``package``, after what all scripts that end or move records share.
+
+    A script that says ``-- uses moves.lua`` gets that file, and this module's keys as the table ``KEY``.
+    """
+    text = (files(package) / "lua" / f"{name}.lua").read_text()
+    if _USES_MOVES not in text:
+        return text
+    return _lua_keys() + (files("producer") / "lua" / "moves.lua").read_text() + text
+
+
+def _lua_keys() -> str:
+    names = {
+        **{"pending": PENDING, "delayed": DELAYED, "running": RUNNING, "cancels": CANCELS, "versions": VERSIONS},
+        **{"policy": POLICY, "limits": LIMITS, "places": PLACES, "lanes": LANES, "job": job_key("")},
+        **{"place": place_key(""), "parked": parked_key(""), "tombstone": tombstone_key(""), "group": group_key("")},
+        "stream": stream_key(""),
+    }
+    keys = "".join(f"{name} = {_lua_string(key)}, " for name, key in names.items())
+    lists = "".join(f"{{{step}, {_lua_string(queue_key(step))}, {pending_base(step)}}}, " for step in PRIORITY_STEPS)
+    return f"local KEY = {{{keys}}}\nlocal LISTS = {{{lists}}}\n"
+
+
+def _lua_string(text: str) -> str:
+    return '"' + "".join(f"\\{ord(c):03d}" if c in '"\\' or ord(c) < ord(" ") else c for c in text) + '"'
+
+
+def record_fields(request: RolloutRequest) -> tuple[str, str, str, str]:
+    """Return the ``policy``, ``places``, ``gateways`` and ``shares`` of a request's record; "" for what it has not."""
+    policy = str(request.policy_version) if request.may_become_stale else ""
+    places = f"env:{'_'.join(request.environment.split()) or '_'}"
+    if request.gateway_url:
+        places += f" gateway:{request.gateway_url}"
+    shares = request.group_id if request.share_gateway and request.gateway_urls else None
+    return policy, places, " ".join(request.gateway_urls), shares or ""
 
 
 # -- encodings ---------------------------------------------------------------------------------------------------------
@@ -170,13 +253,19 @@ RESULT_SERIALIZER = "rollout"
 _RESULT_CONTENT_TYPE = "application/x-rollout+json+zstd"
 _ZSTD_LEVEL = 3
 _MAX_RESULT_BYTES = 1 << 30
+_kept = threading.local()
 
 
 def _json_default(value: object) -> Any:
+    if isinstance(value, RolloutResult):
+        return dict(value)  # not dumped: that would copy the whole trajectory, which takes longer than to write it
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    # kombu knows how Celery writes everything else (exceptions' arguments, dates, UUIDs, decimals).
-    return orjson.loads(kombu_dumps(value))
+    try:
+        # kombu knows how Celery writes everything else (exceptions' arguments, dates, UUIDs, decimals).
+        return orjson.loads(kombu_dumps(value))
+    except TypeError:
+        return to_jsonable_python(value)  # such as a set that an environment's hook put there
 
 
 def encode_result(value: object) -> bytes:
@@ -187,8 +276,9 @@ def encode_result(value: object) -> bytes:
 
 def decode_result(data: bytes) -> Any:
     """Decode what `encode_result` wrote; raises `zstandard.ZstdError` or `ValueError` on other bytes."""
-    raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_RESULT_BYTES)
-    return orjson.loads(raw)
+    if not hasattr(_kept, "decompressor"):
+        _kept.decompressor = zstandard.ZstdDecompressor()  # no two threads may use one
+    return orjson.loads(_kept.decompressor.decompress(data, max_output_size=_MAX_RESULT_BYTES))
 
 
 register(RESULT_SERIALIZER, encode_result, decode_result, _RESULT_CONTENT_TYPE, "binary")

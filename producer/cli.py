@@ -100,7 +100,8 @@ def run(
 
     --resume matches results to tasks by example_id and sample_index. Results that completed, or whose agent ran out of
     time, are kept. Those with errors run again and their old results are dropped, unless --keep-failed is given. Tasks
-    whose results are kept must be what they were.
+    whose results are kept must be what they were. What a run that was killed had submitted is not submitted again: what
+    ended meanwhile is written, and what still runs is waited for.
 
     Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
     Redis, and nothing runs; 130 interrupted.
@@ -108,7 +109,8 @@ def run(
     from producer.files.lines import STDIN
     from producer.files.mapping import ColumnMapping
     from producer.files.output import prepare_results
-    from producer.files.record import remember
+    from producer.files.record import Run, recall, remember
+    from producer.resume import Resumption
     from producer.runner import RunOptions, run_batch
     from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
 
@@ -132,21 +134,23 @@ def run(
         results = prepare_results(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
         if resume:
             _refuse_changed(out, file, results)
-        batch_id = run_batch_id(file.path)
+        earlier = recall(out) if resume else None
+        one = earlier or Run(run_batch_id(file.path))
+        one = one.resumed() if resume else one
         left = file.left(results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
         options = RunOptions(
             settings=settings,
-            batch_id=batch_id,
+            batch_id=one.batch_id,
             total=left,
             max_in_flight=max_in_flight,
             fresh_ids=() if resume else file.explicit_ids,
             resume_hint=_resume_command(sys.argv[1:]),
-            on_open=lambda: remember(out, file.digests()),
+            on_open=lambda: remember(out, file.digests(), one),
+            resumption=Resumption(one, keep_failed=keep_failed) if resume else None,
         )
-        suffix = f"-{batch_id[-6:]}" if resume else ""
-        summary = run_batch(file.requests(batch_id, results.kept, suffix), results, options)
+        summary = run_batch(file.requests(one.batch_id, results.kept), results, options)
     print_summary(summary, as_json)
     raise typer.Exit(summary.exit_code)
 

@@ -10,15 +10,23 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from producer.batch import Batch, Requests
+from producer.batch import Batch
 from producer.broker import JobState
 from producer.connection import CancelAnswer, FleetConnection
 from producer.consumption import forget
 from producer.contract import RolloutRequest, RolloutResult
 from producer.errors import FleetError
-from producer.results import START, Results, Waiters, read_result
+from producer.group import Group, GroupTerms, OnReady, Usable, is_usable
+from producer.groups import Groups
+from producer.inflight import unfinished, youngest
+from producer.pace import Pace
+from producer.policy import OVERLOAD, OnStale, Staled
+from producer.results import START, Results, read_result
 from producer.server import require_noeviction
 from producer.settings import ProducerSettings
+from producer.source import Requests
+from producer.waiters import Waiters
+from producer.watching import RolloutProgress, progress_of
 
 _GIVE_UP_SECONDS = 5.0
 
@@ -39,8 +47,7 @@ class Producer:
         self.settings = settings
         self._patience = patience
         self._connection: FleetConnection | None = None
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._followers: weakref.WeakSet[Results] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Batch | Results | Group | Groups] = weakref.WeakSet()
         self._waiters: dict[str, Waiters] = {}
 
     @classmethod
@@ -73,10 +80,8 @@ class Producer:
 
     async def close(self) -> None:
         """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
-        for batch in list(self._batches):
-            await batch.aclose()
-        for results in list(self._followers):
-            await results.aclose()
+        for handle in list(self._open):
+            await handle.aclose()
         for waiters in list(self._waiters.values()):
             await waiters.aclose()
         connection, self._connection = self._connection, None
@@ -101,7 +106,13 @@ class Producer:
         return self.handle(request.rollout_id, request.batch_id)
 
     async def submit_many(
-        self, requests: Requests, *, batch_id: str | None = None, max_in_flight: int | None = None
+        self,
+        requests: Requests,
+        *,
+        batch_id: str | None = None,
+        max_in_flight: int | None = None,
+        consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> Batch:
         """Submit a batch from an iterable or an asynchronous one, and return its handle, from which results come.
 
@@ -110,13 +121,18 @@ class Producer:
         to have all of them in Redis at once.
 
         With a ``batch_id``, requests that have an ``example_id`` and no ``rollout_id`` of their own get one made of the
-        batch's id, the example's and ``sample_index``: submitting the same batch again does nothing twice.
+        batch's id, the example's and ``sample_index``: submitting the same batch again does nothing twice. With a
+        ``consumer`` too, results that were acknowledged under that name are not submitted and delivered again, for as
+        long as Redis keeps results; see `Batch`.
+
+        ``pace`` bounds how fast rollouts are submitted.
 
         When it raises, what was submitted of the batch by then is cancelled, unless Redis is away for that too.
 
         Raises:
             FleetUnreachableError: Redis stayed away.
             RolloutConflictError: an id was submitted before with another request.
+            BatchCancelledError: the batch was cancelled for good.
             InvalidRequestError: an id comes twice, a request is too large, or the batch's id is malformed.
         """
         batch = Batch(
@@ -124,8 +140,10 @@ class Producer:
             requests,
             batch_id=batch_id,
             max_in_flight=max_in_flight or self.settings.max_in_flight,
+            consumer=consumer,
+            pace=pace,
         )
-        self._batches.add(batch)
+        self._open.add(batch)
         try:
             await batch.primed()
         except BaseException:
@@ -140,11 +158,57 @@ class Producer:
                 await batch.cancel()
         await batch.aclose()
 
-    def results(self, batch_id: str, *, after: str = START, count: int | None = None) -> Results:
+    async def submit_group(
+        self,
+        request: RolloutRequest,
+        size: int,
+        *,
+        group_id: str | None = None,
+        min_usable: int | None = None,
+        replace_failed: int = 0,
+        on_ready: OnReady | str = OnReady.CANCEL,
+        usable: Usable = is_usable,
+    ) -> Group:
+        """Submit the ``size`` rollouts of one example, and return their handle; see `Group` and `GroupTerms`.
+
+        Raises what `submit_many` does, and `BatchCancelledError` when the group was cancelled before.
+        """
+        terms = GroupTerms(size, min_usable, replace_failed, OnReady(on_ready), usable)
+        group = Group(self.connection, request, terms, group_id=group_id)
+        self._open.add(group)
+        try:
+            await group.submitted()
+        except BaseException:
+            await self._give_up(group.batch)
+            await group.aclose()
+            raise
+        return group
+
+    def groups(
+        self,
+        requests: Requests,
+        terms: GroupTerms,
+        *,
+        run_id: str | None = None,
+        max_groups: int = 32,
+        consumer: str | None = None,
+    ) -> Groups:
+        """Submit a group for each request, at most ``max_groups`` at one time, and hand out each as it ends.
+
+        See `Groups` for what a trainer that is started again finds.
+        """
+        groups = Groups(self.connection, requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer)
+        self._open.add(groups)
+        return groups
+
+    def results(
+        self, batch_id: str, *, after: str = START, count: int | None = None, consumer: str | None = None
+    ) -> Results:
         """Follow a batch's results as they complete, also those that ended before: each once.
 
         Starts after the position ``after`` in the batch's stream (`Results.position`), and ends after ``count``
-        results, or never. Outlasts lost connections and restarts of Redis.
+        results, or never. Outlasts lost connections and restarts of Redis. Under the name ``consumer`` it goes on where
+        the last process that used it was, without a repeat and without a gap; see `Results`.
 
         When a restart of Redis loses its last second, results that were lost with it come again when their rollouts
         have run again, and are delivered once. Rollouts whose very submission was lost are unknown here: they never
@@ -153,13 +217,66 @@ class Producer:
         lost or expired, the new one is read from its beginning; of results that were delivered before, at least the
         last 100,000 are known and not delivered again.
         """
-        results = Results(self.connection, batch_id, after=after, count=count)
-        self._followers.add(results)
+        results = Results(self.connection, batch_id, after=after, count=count, consumer=consumer)
+        self._open.add(results)
         return results
 
     async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
         """Cancel rollouts, and say what was found for each. Those that run end a moment later, as cancelled."""
         return await self.connection.cancel(rollout_ids)
+
+    async def set_policy_version(
+        self, version: int, *, max_off_policy_steps: int, on_stale: OnStale | str = OnStale.CANCEL
+    ) -> Staled:
+        """Say which policy version is trained now, to the whole fleet; returns what became of what is too old for it.
+
+        Rollouts that train (`Purpose.TRAIN`) and whose ``policy_version`` is more than ``max_off_policy_steps`` behind
+        are stale: see `OnStale`. Those that are cancelled are delivered so, with the error's reason ``stale``. Nothing
+        becomes stale by itself: without this call every version is fresh.
+        """
+        connection, policy = self.connection, [version, max_off_policy_steps, OnStale(on_stale).value]
+        if version < 0 or max_off_policy_steps < 0:
+            raise ValueError(f"version is {version} and max_off_policy_steps is {max_off_policy_steps}; neither may be")
+        staled = await connection.set_policy(policy)
+        connection.policy.saw([str(value).encode() for value in policy])
+        return staled
+
+    async def progress(self, rollout_ids: Sequence[str], *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far rollouts have come: state, phase, turns and tokens so far.
+
+        The workers that run them are asked, and they ask their gateways; what is not told within ``timeout`` seconds is
+        left out. It costs nothing when nobody asks.
+        """
+        return await progress_of(self.connection, rollout_ids, timeout=timeout)
+
+    async def batch_progress(self, batch_id: str, *, timeout: float = 5.0) -> dict[str, RolloutProgress]:
+        """Ask how far those rollouts of a batch or group have come that have not ended; see `progress`."""
+        return await self.progress(await unfinished(self.connection, batch_id), timeout=timeout)
+
+    async def shed(self, count: int) -> list[str]:
+        """Cancel the ``count`` training rollouts that began last, to shed load; returns their ids.
+
+        The youngest have the least to lose. They are delivered as cancelled, with the error's reason ``overload``.
+        """
+        ids = await youngest(self.connection, count)
+        await self.connection.cancel(ids, reason=OVERLOAD)
+        return ids
+
+    async def cancel_batch(self, batch_id: str) -> dict[str, CancelAnswer]:
+        """Cancel a batch or a group for good, whoever submitted it; returns what was found for each of its rollouts.
+
+        From here on nothing more is submitted under that id: `BatchCancelledError` is raised where it is tried.
+        """
+        await self.connection.close_batch(batch_id)
+        return await self.connection.cancel(await unfinished(self.connection, batch_id))
+
+    async def set_limit(self, place: str, count: int | None) -> None:
+        """Let at most ``count`` rollouts of the whole fleet run in a place at one time; None lifts the limit.
+
+        A place is ``env:NAME`` (with ``_`` for spaces) or ``gateway:URL``, as requests name it. Rollouts above the
+        limit wait without a worker, in the order in which they were submitted, and are woken as places become free.
+        """
+        await self.connection.set_limit(place, count)
 
     def handle(self, rollout_id: str, batch_id: str = "default") -> RolloutHandle:
         """Return the handle of a rollout that was submitted before, perhaps by another process."""
@@ -175,7 +292,7 @@ class Producer:
         [raw] = await self.connection.stored_results([rollout_id])
         result = await read_result(self.connection, rollout_id, raw, batch_id)
         await forget(self.connection, batch_id, [rollout_id])
-        return result
+        return result.model_copy(update={"stale": True}) if self.connection.policy.is_stale(result) else result
 
 
 class RolloutHandle:
@@ -202,6 +319,10 @@ class RolloutHandle:
     async def cancel(self) -> CancelAnswer:
         """Cancel the rollout, and say what was found."""
         return (await self._producer.cancel([self.rollout_id]))[self.rollout_id]
+
+    async def progress(self, timeout: float = 5.0) -> RolloutProgress:
+        """Ask how far the rollout has come; see `Producer.progress`."""
+        return (await self._producer.progress([self.rollout_id], timeout=timeout))[self.rollout_id]
 
     async def state(self) -> JobState | None:
         """Return where the rollout stands, None when Redis knows nothing of it."""

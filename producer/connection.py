@@ -24,7 +24,8 @@ from redis.backoff import NoBackoff
 
 from producer import broker
 from producer.contract import RolloutRequest
-from producer.errors import FleetFullError, FleetUnreachableError, RolloutConflictError
+from producer.errors import BatchCancelledError, FleetFullError, FleetUnreachableError, RolloutConflictError
+from producer.policy import PolicyView, Staled
 from producer.server import REFUSED, explained, is_refusal, redact
 
 T = TypeVar("T")
@@ -39,6 +40,9 @@ _FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
 #: Entries of a stream that are looked at beyond those of what was consumed, and batches whose position is remembered.
 _LOOK_AHEAD, _BATCHES_KNOWN = 64, 1000
 
+#: What submitting raises when it has written nothing.
+REJECTED = (RolloutConflictError, BatchCancelledError, FleetFullError)
+
 TRANSIENT = (rx.ConnectionError, rx.TimeoutError, rx.ReadOnlyError, rx.MasterDownError, OSError)
 
 
@@ -49,6 +53,7 @@ class Submitted(IntEnum):
     EXISTING = 1
     FINISHED = 2
     CONFLICT = 3
+    CLOSED = 4
 
 
 class CancelAnswer(StrEnum):
@@ -67,6 +72,7 @@ class Record:
     state: str | None
     outcome: str | None
     request: bytes | None = field(repr=False)
+    reason: str | None = None
 
 
 class Chunk:
@@ -141,8 +147,12 @@ class FleetConnection:
                 f"{redact(redis_url)!r} is not a Redis URL ({error}); set ROLLOUTS_REDIS_URL to one such as "
                 "redis://127.0.0.1:6379/0 (or give --redis-url, when it holds no password)"
             ) from None
+        self.policy = PolicyView()
         self._submit = self.redis.register_script(broker.script("producer", "submit"))
         self._cancel = self.redis.register_script(broker.script("producer", "cancel"))
+        self.deliver = self.redis.register_script(broker.script("producer", "deliver"))
+        self._limit = self.redis.register_script(broker.script("producer", "limit"))
+        self._stale = self.redis.register_script(broker.script("producer", "stale"))
         self._consume = self.redis.register_script(broker.script("producer", "consume"))
 
     async def open(self) -> None:
@@ -209,6 +219,7 @@ class FleetConnection:
 
         Raises:
             RolloutConflictError: an id has another request already; nothing of its chunk was submitted.
+            BatchCancelledError: the batch was cancelled for good; nothing of its chunk was submitted.
             InvalidRequestError: a request exceeds `RolloutRequest.MAX_BYTES`; nothing of its chunk was submitted.
         """
         answers: list[Submitted] = []
@@ -234,8 +245,8 @@ class FleetConnection:
     async def submit_chunk(self, chunk: Chunk) -> list[Submitted]:
         """Submit one chunk, all of it or nothing.
 
-        Nothing was written when this raises `RolloutConflictError` or `FleetFullError`; after any other error the chunk
-        may be in Redis all the same, for example when only the reply was lost.
+        Nothing was written when this raises one of `REJECTED`; after any other error the chunk may be in
+        Redis all the same, for example when only the reply was lost.
         """
         codes = await self.call(partial(self._submit, keys=chunk.keys, args=chunk.args))
         found = [Submitted(code) for code in codes]
@@ -243,6 +254,9 @@ class FleetConnection:
         conflicts = [request.rollout_id for request, answer in pairs if answer is Submitted.CONFLICT]
         if conflicts:
             raise RolloutConflictError(conflicts)
+        if Submitted.CLOSED in found:
+            closed = chunk.requests[found.index(Submitted.CLOSED)].batch_id
+            raise BatchCancelledError(f"{closed} was cancelled for good, and takes no more rollouts: use another id")
         return found
 
     def _encode(self, request: RolloutRequest) -> list[Any]:
@@ -251,7 +265,7 @@ class FleetConnection:
         base = broker.pending_base(request.priority)
         message = self._wakeup(request.priority).render(request.rollout_id)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
-        return [*identity, position, base, message]
+        return [*identity, position, base, message, *broker.record_fields(request)]
 
     def _wakeup(self, priority: int) -> broker.WakeUp:
         step = broker.step_of(priority)
@@ -264,16 +278,35 @@ class FleetConnection:
 
     # -- cancelling and looking up -------------------------------------------------------------------------------------
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
-        """Cancel rollouts; returns what was found for each."""
+    async def cancel(self, rollout_ids: Sequence[str], *, reason: str = "") -> dict[str, CancelAnswer]:
+        """Cancel rollouts; returns what was found for each. ``reason`` is for where their producer does not want it."""
         answers: dict[str, CancelAnswer] = {}
         for start in range(0, len(rollout_ids), CHUNK):
             ids = rollout_ids[start : start + CHUNK]
             keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, *map(broker.job_key, ids)]
-            args: list[Any] = [self._ttl, broker.EVENTS_KEPT, broker.stream_key(""), *ids]
+            args: list[Any] = [self._ttl, broker.EVENTS_KEPT, reason, *ids]
             found = await self.call(partial(self._cancel, keys=keys, args=args))
             answers |= {i: CancelAnswer(answer.decode()) for i, answer in zip(ids, found, strict=True)}
         return answers
+
+    async def set_policy(self, policy: Sequence[int | str]) -> Staled:
+        """Set version, ``max_off_policy_steps`` and ``on_stale``, and deal with all that is stale by them."""
+        total, given = Staled(), list(policy)
+        while True:
+            args: list[Any] = [self._ttl, broker.EVENTS_KEPT, CHUNK, total.left, *given]
+            ended, asked, left, seen = map(int, await self.call(partial(self._stale, keys=[broker.POLICY], args=args)))
+            total, given = Staled(total.ended + ended, total.asked + asked, total.left + left), []
+            if seen < CHUNK:
+                return total
+
+    async def close_batch(self, batch_id: str) -> None:
+        """Have Redis refuse what is submitted to this batch from now on."""
+        key = broker.tombstone_key(batch_id)
+        await self.call(lambda: awaitable(self.redis.set(key, 1, ex=self._ttl)))
+
+    async def set_limit(self, place: str, count: int | None) -> None:
+        """Set or lift the limit of a place, and wake those for which there is room now."""
+        await self.call(partial(self._limit, keys=[broker.LIMITS], args=[place, "" if count is None else count]))
 
     async def states(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
         """Return each record's state, None where there is no record."""
@@ -290,16 +323,34 @@ class FleetConnection:
             pipe.hget(broker.job_key(rollout_id), "state")
         return list(await pipe.execute())
 
+    async def fields(self, rollout_ids: Sequence[str], names: Sequence[str]) -> list[list[bytes | None]]:
+        """Return these fields of each record, None for those that it has not."""
+        return await self.call(partial(self._fields, rollout_ids, list(names)))
+
+    async def _fields(self, ids: Sequence[str], names: list[str]) -> list[list[bytes | None]]:
+        pipe = self.redis.pipeline(transaction=False)
+        for rollout_id in ids:
+            pipe.hmget(broker.job_key(rollout_id), names)
+        return list(await pipe.execute())
+
     async def record(self, rollout_id: str) -> Record:
         """Return what Redis knows of one rollout."""
-        key, names = broker.job_key(rollout_id), ["state", "outcome", "request"]
-        state, outcome, request = await self.call(lambda: _awaitable(self.redis.hmget(key, names)))
-        return Record(state.decode() if state else None, outcome.decode() if outcome else None, request)
+        key, names = broker.job_key(rollout_id), ["state", "outcome", "reason", "request"]
+        *words, request = await self.call(lambda: awaitable(self.redis.hmget(key, names)))
+        state, outcome, reason = (word.decode() if word else None for word in words)
+        return Record(state, outcome, request, reason)
 
     async def stored_results(self, rollout_ids: Sequence[str]) -> list[bytes | None]:
-        """Return the results as Celery's backend keeps them, None where there is none."""
-        keys = [broker.result_key(rollout_id) for rollout_id in rollout_ids]
-        return list(await self.call(lambda: _awaitable(self.redis.mget(keys))))
+        """Return the results as Celery's backend keeps them, None where there is none; `policy` is that of now."""
+        results, policy = await self.call(partial(self._results_and_policy, rollout_ids))
+        self.policy.saw(policy)
+        return list(results)
+
+    async def _results_and_policy(self, rollout_ids: Sequence[str]) -> list[Any]:
+        pipe = self.redis.pipeline(transaction=False)
+        pipe.mget([broker.result_key(rollout_id) for rollout_id in rollout_ids])
+        pipe.hmget(broker.POLICY, PolicyView.FIELDS)
+        return list(await pipe.execute())
 
     # -- consuming -----------------------------------------------------------------------------------------------------
 
@@ -326,7 +377,7 @@ class FleetConnection:
                 self._consumed_to.popitem(last=False)
 
 
-def _awaitable(reply: Any) -> Awaitable[Any]:
+def awaitable(reply: Any) -> Awaitable[Any]:
     """Narrow redis-py's ``Awaitable[X] | X``: the asyncio client always returns an awaitable."""
     assert not isinstance(reply, list)  # noqa: S101
     return reply  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from producer.errors import FleetError
 logger = logging.getLogger(__name__)
 
 #: Results that are reported together, so that it costs a small part of what reading them does.
-TOGETHER = 32
+TOGETHER = 128
 
 
 class Consumption:

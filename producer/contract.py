@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import uuid
-from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from producer.gateway_url import GatewayUrl
+from producer.kinds import ErrorKind, Phase, Purpose, StopCondition
 from producer.validation import InvalidRequestError, dump, parse
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -38,49 +38,13 @@ __all__ = [
     "GatewayUrl",
     "InvalidRequestError",
     "Phase",
+    "Purpose",
     "Resources",
     "RolloutRequest",
     "RolloutResult",
     "StopCondition",
     "Timing",
 ]
-
-
-class StopCondition(StrEnum):
-    """Why a rollout ended; the four values of the system that this follows."""
-
-    COMPLETED = "completed"
-    AGENT_TIMEOUT = "agent_timeout"
-    HAS_ERROR = "has_error"
-    CANCELLED = "cancelled"
-
-
-class ErrorKind(StrEnum):
-    """The fixed tree of what can go wrong, named after the part that failed."""
-
-    GATEWAY = "gateway"
-    TUNNEL = "tunnel"
-    SANDBOX = "sandbox"
-    AGENT = "agent"
-    MODEL = "model"
-    ENVIRONMENT = "environment"
-    LEASE = "lease"
-    CANCELLED = "cancelled"
-    LIMIT = "limit"
-    INVALID_REQUEST = "invalid_request"
-
-
-class Phase(StrEnum):
-    """The phases of one attempt, in the order in which they happen."""
-
-    REGISTER = "register"
-    TUNNEL = "tunnel"
-    SANDBOX = "sandbox"
-    SETUP = "setup"
-    AGENT = "agent"
-    TRAJECTORY = "trajectory"
-    SCORE = "score"
-    CLEANUP = "cleanup"
 
 
 class _Frozen(BaseModel):
@@ -141,6 +105,7 @@ class ErrorInfo(_Frozen):
     kind; "" where nothing was raised. ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status
     with the head of its body. ``retryable`` says whether another attempt could end differently. ``account`` is set when
     a platform refuses the worker's own account, whatever the request asks for: its key, its bill, its quota.
+    ``reason`` says why something was cancelled where that was not its producer's wish: ``stale`` or ``overload``.
     """
 
     kind: ErrorKind
@@ -150,6 +115,7 @@ class ErrorInfo(_Frozen):
     account: bool = False
     phase: Phase | None = None
     detail: str | None = None
+    reason: str | None = None
 
     def __str__(self) -> str:
         where = f" in phase {self.phase}" if self.phase else ""
@@ -188,6 +154,8 @@ def new_rollout_id() -> str:
 class RolloutRequest(_Frozen):
     """One rollout to run: which agent, on which example, with which model, under which limits.
 
+    One whose ``purpose`` is ``eval`` is queued with priority 0 where it sets none. Of several ``gateway_urls`` the
+    fleet takes the one that runs the fewest rollouts, for all attempts, and with ``share_gateway`` for the whole group.
     ``use_gateway`` False has the worker itself serve the agent's model calls, where the worker's settings decide if
     it is None. ``team_id`` and ``advanced`` go to the sandbox platform as they are.
     Sources: the field names follow the rollout gateway mixin's state and the prime-rl gateway's registration body.
@@ -204,7 +172,8 @@ class RolloutRequest(_Frozen):
     example_id: int | str = 0
     group_id: Id | None = None
     sample_index: Annotated[int, Field(ge=0)] = 0
-    policy_version: Annotated[int, Field(ge=0)] | None = None
+    policy_version: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    purpose: Purpose = Purpose.TRAIN
     labels: tuple[str, ...] = ()
     priority: Annotated[int, Field(ge=0, le=9)] = 3
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
@@ -222,6 +191,8 @@ class RolloutRequest(_Frozen):
     max_turns: int = -1
     max_seq_len: Annotated[int, Field(gt=0)] | None = None
     gateway_url: GatewayUrl | None = None
+    gateway_urls: tuple[GatewayUrl, ...] = ()
+    share_gateway: bool = False
     use_gateway: bool | None = None
 
     # the sandbox
@@ -235,6 +206,13 @@ class RolloutRequest(_Frozen):
     advanced: dict[str, Any] = Field(default_factory=dict)
 
     deadlines: Deadlines = Field(default_factory=Deadlines)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluation_first(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("purpose") == Purpose.EVAL and "priority" not in data:
+            return data | {"priority": 0}
+        return data
 
     @field_validator("env", "secret_env")
     @classmethod
@@ -259,9 +237,16 @@ class RolloutRequest(_Frozen):
 
     @model_validator(mode="after")
     def _one_gateway(self) -> Self:
-        if self.use_gateway is False and self.gateway_url:
+        if self.gateway_url and self.gateway_urls:
+            raise ValueError("gateway_url and gateway_urls exclude each other: name one gateway, or several")
+        if self.use_gateway is False and (self.gateway_url or self.gateway_urls):
             raise ValueError("gateway_url is given, and use_gateway is false: a rollout uses a gateway or none")
         return self
+
+    @property
+    def may_become_stale(self) -> bool:
+        """Whether it is of no use once its policy version is too old."""
+        return self.policy_version is not None and self.purpose is Purpose.TRAIN
 
     @property
     def messages(self) -> list[Message]:
@@ -330,6 +315,8 @@ class RolloutResult(_Frozen):
     failed_attempts: tuple[FailedAttempt, ...] = ()
     attempt: int = 0
     worker: str | None = None
+    #: Older than ``max_off_policy_steps`` allow, when it was delivered.
+    stale: bool = False
     durations: dict[str, float] = Field(default_factory=dict)
 
     # the request's identity, so that a result can be used without looking its request up
@@ -338,6 +325,7 @@ class RolloutResult(_Frozen):
     group_id: str | None = None
     sample_index: int = 0
     policy_version: int | None = None
+    purpose: Purpose = Purpose.TRAIN
     environment: str = ""
     model: str = ""
     answer: Any = None
@@ -358,6 +346,7 @@ class RolloutResult(_Frozen):
             "group_id": request.group_id,
             "sample_index": request.sample_index,
             "policy_version": request.policy_version,
+            "purpose": request.purpose,
             "environment": request.environment,
             "model": request.model,
             "answer": request.answer,

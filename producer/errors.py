@@ -5,6 +5,8 @@
     ├── FleetFullError          Redis has no memory left for what is sent
     ├── FleetEvictsError        Redis would forget rollouts when it is full
     ├── RolloutConflictError    an id was submitted before with another request
+    ├── BatchCancelledError     a batch or group was cancelled for good, and takes no more
+    ├── ConsumerTakenError      another process goes on as this named consumer
     └── RunBrokenError          a run ended early, after it had submitted rollouts
 
 A request or a task that does not fit the contract is a `producer.contract.InvalidRequestError`.
@@ -40,6 +42,14 @@ class RolloutConflictError(FleetError):
             f"rollout id already in use for another request: {first_of(rollout_ids)}; an id names one request for as "
             "long as its record is kept: give the new request a new id"
         )
+
+
+class BatchCancelledError(FleetError):
+    """The batch or group was cancelled for good: nothing of what was being sent has been stored."""
+
+
+class ConsumerTakenError(FleetError):
+    """Another process has opened this named consumer since, and goes on where this one was."""
 
 
 class RunBrokenError(FleetError):

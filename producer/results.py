@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import zstandard
 from redis import exceptions as rx
 
 from producer import broker
-from producer.connection import TRANSIENT, Backoff, FleetConnection, Record, end
+from producer.connection import TRANSIENT, Backoff, FleetConnection, Record
+from producer.consumer import Consumer
 from producer.consumption import TOGETHER, Consumption
 from producer.contract import (
     ErrorInfo,
@@ -24,14 +26,15 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
-from producer.errors import FleetError
+from producer.policy import cancelled_error
 from producer.server import REFUSED, redact
 
 logger = logging.getLogger(__name__)
 
 START = "0"
-#: Results fetched by one MGET; they stay compressed until each one's turn comes.
+#: Results fetched by the first MGET; they stay compressed until each one's turn comes.
 GROUP = 32
+_LARGEST_GROUP, _GROUP_BYTES = 256, 4 * 1024 * 1024
 _ENTRIES = 500
 _BLOCK_MS = 5000
 _QUIET_READS = 6  # blocked reads without an entry after which a follower is told to look for itself
@@ -138,6 +141,12 @@ async def last_position(connection: FleetConnection, batch_id: str) -> str:
 # -- from what is stored to a result -----------------------------------------------------------------------------------
 
 
+def next_group(fetched: Sequence[bytes | None]) -> int:
+    """Return how many results to fetch after these: many small ones, or few large ones."""
+    size = sum(len(raw) for raw in fetched if raw)
+    return max(1, min(_LARGEST_GROUP, _GROUP_BYTES * len(fetched) // max(size, 1)))
+
+
 async def read_result(
     connection: FleetConnection,
     rollout_id: str,
@@ -189,7 +198,7 @@ def _decode_now(raw: bytes) -> RolloutResult | dict[str, Any]:
 def _explain(meta: dict[str, Any] | None, record: Record, cancelled: bool) -> tuple[StopCondition, ErrorInfo]:
     status = meta.get("status") if meta else None
     if cancelled or status == "REVOKED":
-        return StopCondition.CANCELLED, ErrorInfo(kind=ErrorKind.CANCELLED, message="the rollout was cancelled")
+        return StopCondition.CANCELLED, cancelled_error(record.reason)
     if meta is None:
         # The tree has no kind for a result that is gone. A lease error is the nearest: it too says that the fleet lost
         # a rollout, not that the rollout failed, and that running it again can end differently.
@@ -261,12 +270,24 @@ class Results(AsyncIterator[RolloutResult]):
     ``position`` is the place in the batch's stream just after the last delivered result: a consumer that starts again
     with ``after=position`` misses none. Asking for the next result says that those before it are consumed: Redis keeps
     them for the producer's ``keep_consumed`` more.
+
+    With a ``consumer`` that position is kept in Redis under its name. A process that is killed and started again goes
+    on with the results that were not acknowledged, and ``count`` counts what was acknowledged before too. Asking for
+    the next result acknowledges the one before; the one that was in hand when the process ended comes again, first, and
+    ``redelivered`` is true until the next one is asked for.
     """
 
     def __init__(
-        self, connection: FleetConnection, batch_id: str, *, after: str = START, count: int | None = None
+        self,
+        connection: FleetConnection,
+        batch_id: str,
+        *,
+        after: str = START,
+        count: int | None = None,
+        consumer: str | None = None,
     ) -> None:
         self.position = after
+        self.redelivered = False
         self._connection = connection = connection.lasting()
         self._completions = Completions(connection, batch_id, after)
         self._left = count
@@ -274,7 +295,11 @@ class Results(AsyncIterator[RolloutResult]):
         self._announced: deque[tuple[str, str]] = deque()
         self._fetched: deque[tuple[str, str, bytes | None]] = deque()
         self._consumption = Consumption(connection, batch_id)
+        self._consumer = Consumer(connection, batch_id, consumer, in_order=True) if consumer else None
+        self._in_hand: str | None = None
+        self._opened = consumer is None
         self._one_at_a_time = asyncio.Lock()
+        self._group = GROUP
 
     def __aiter__(self) -> Results:
         return self
@@ -282,23 +307,45 @@ class Results(AsyncIterator[RolloutResult]):
     async def __anext__(self) -> RolloutResult:
         async with self._one_at_a_time:
             self._consumption.came_back()
+            if not self._opened:
+                await self._open()
             if self._left is not None and self._left <= 0:
-                await self._consumption.end()
+                await self._end()
                 raise StopAsyncIteration
             while not self._fetched:
+                if self._consumer:
+                    await self._consumer.acknowledge()
                 await self._fetch()
-            # Take the entry off only after the last await: a cancelled caller loses nothing.
             position, rollout_id, raw = self._fetched[0]
             result = await read_result(self._connection, rollout_id, raw, self._completions.batch_id)
+            if self._consumer:
+                await self._consumer.hand_out(rollout_id, position)
+            # Take the entry off only after the last await: a cancelled caller loses nothing.
             self._fetched.popleft()
             self._consumption.took(rollout_id)
             self.position = position
+            self.redelivered = rollout_id == self._in_hand
             if self._left is not None:
                 self._left -= 1
-            return result
+            return self._connection.policy.delivered(result)
 
     async def aclose(self) -> None:
         """Tell Redis which results are consumed; the last one that was taken is not among them."""
+        await self._consumption.end()
+
+    async def _open(self) -> None:
+        assert self._consumer  # noqa: S101
+        taken = await self._consumer.open()
+        self._in_hand = taken.hand
+        if taken.position is not None:
+            self.position = self._completions.position = taken.position
+        if self._left is not None:
+            self._left -= taken.delivered
+        self._opened = True
+
+    async def _end(self) -> None:
+        if self._consumer:
+            await self._consumer.acknowledge()
         await self._consumption.end()
 
     async def _fetch(self) -> None:
@@ -307,85 +354,9 @@ class Results(AsyncIterator[RolloutResult]):
             for position, rollout_id in (await self._completions.read()).entries:
                 if self._seen.add(rollout_id):
                     self._announced.append((position, rollout_id))
-        group = [self._announced[i] for i in range(min(GROUP, len(self._announced)))]
+        group = list(islice(self._announced, self._group))
         stored = await self._connection.stored_results([rollout_id for _, rollout_id in group])
+        self._group = next_group(stored)
         for (position, rollout_id), raw in zip(group, stored, strict=True):
             self._fetched.append((position, rollout_id, raw))
             self._announced.popleft()
-
-
-class Waiters:
-    """Lets any number of callers wait for single rollouts of one batch, over one connection."""
-
-    def __init__(self, connection: FleetConnection, batch_id: str) -> None:
-        self._connection = connection.lasting()
-        self._batch_id = batch_id
-        self._futures: dict[str, asyncio.Future[None]] = {}
-        self._counts: dict[str, int] = {}
-        self._follower: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-
-    async def wait(self, rollout_id: str) -> None:
-        """Return once the rollout has ended, or when Redis knows nothing of it."""
-        future = self._futures.setdefault(rollout_id, asyncio.get_running_loop().create_future())
-        self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
-        try:
-            await self._follow()
-            # Looked up only now: what ended before the follower's first position shows in the record.
-            await self._settle([rollout_id])
-            await asyncio.shield(future)
-        finally:
-            self._counts[rollout_id] -= 1
-            if not self._counts[rollout_id]:
-                del self._counts[rollout_id], self._futures[rollout_id]
-            if not self._futures:
-                await self._stop_following()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody waits."""
-        return not self._futures
-
-    async def aclose(self) -> None:
-        """Stop following; callers that still wait get a `FleetError`."""
-        self._fail(FleetError(f"the producer was closed while rollouts of batch {self._batch_id} were waited for"))
-        await self._stop_following()
-
-    async def _stop_following(self) -> None:
-        # Taken off before anything is awaited: whoever begins to wait meanwhile gets a follower of its own.
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            await asyncio.shield(end(follower))
-
-    async def _follow(self) -> None:
-        async with self._starting:
-            if self._follower is None or self._follower.done():
-                position = await last_position(self._connection, self._batch_id)
-                completions = Completions(self._connection, self._batch_id, position)
-                self._follower = asyncio.create_task(self._announce(completions))
-
-    async def _announce(self, completions: Completions) -> None:
-        try:
-            while True:
-                announced = await completions.read()
-                for _, rollout_id in announced.entries:
-                    self._resolve(rollout_id)
-                if announced.missed:
-                    await self._settle(list(self._futures))
-        except FleetError as error:
-            self._fail(error)
-
-    def _fail(self, error: FleetError) -> None:
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(error)
-
-    async def _settle(self, rollout_ids: list[str]) -> None:
-        for rollout_id, state in (await self._connection.states(rollout_ids)).items():
-            if state in (None, broker.JobState.DONE):
-                self._resolve(rollout_id)
-
-    def _resolve(self, rollout_id: str) -> None:
-        future = self._futures.get(rollout_id)
-        if future and not future.done():
-            future.set_result(None)

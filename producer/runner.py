@@ -22,8 +22,10 @@ from producer.files.errors import ResultsFileError
 from producer.files.output import ResultsOutput, prepare_results
 from producer.ids import new_batch_id
 from producer.progress import Progress, plain_or_rich
+from producer.resume import Resumption
 from producer.server import redact
 from producer.settings import ProducerSettings
+from producer.source import Requests
 from producer.status import workers_alive
 from producer.summary import Summary
 
@@ -37,7 +39,7 @@ class RunOptions:
     ``total`` is the number of requests, for progress. ``fresh_ids`` are rollout ids that must not be in Redis yet, or
     nothing is submitted. ``resume_hint`` is printed after a Ctrl-C. ``wind_down`` is for how many seconds the
     cancelled rollouts are waited for. ``overwrite`` applies when the results' file is given by its path. ``on_open`` is
-    called once results are about to be written.
+    called once results are about to be written. ``resumption`` takes over what an earlier process had submitted.
     """
 
     settings: ProducerSettings
@@ -49,6 +51,7 @@ class RunOptions:
     wind_down: float = 20.0
     overwrite: bool = False
     on_open: Callable[[], None] | None = None
+    resumption: Resumption | None = None
 
 
 class Interrupts:
@@ -113,6 +116,8 @@ async def run_batch_async(
                     options.on_open()
                 run = _Run(producer, file, summary, options)
                 await run.to_the_end(requests, interrupts, progress)
+    if options.resumption is not None and options.resumption.taken_over:
+        _say(f"{options.resumption.taken_over} rollouts that were submitted before were taken over")
     if summary.interrupted and options.resume_hint:
         _say(f"to run the rest: {options.resume_hint}")
     return summary
@@ -152,8 +157,11 @@ class _Run:
 
     async def _work(self, requests: Iterable[RolloutRequest]) -> None:
         options = self._options
+        named: Requests = requests
+        if options.resumption is not None:
+            named = options.resumption.requests(self._producer.connection.lasting(), requests)
         self._batch = await self._producer.submit_many(
-            requests, batch_id=options.batch_id, max_in_flight=options.max_in_flight
+            named, batch_id=options.batch_id, max_in_flight=options.max_in_flight
         )
         async for result in self._batch:
             if result.stop_condition is not StopCondition.CANCELLED:

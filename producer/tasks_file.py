@@ -144,11 +144,10 @@ class TasksFile:
         """The rollout ids that the tasks themselves give."""
         return iter(self._explicit)
 
-    def requests(self, batch_id: str, skip: Container[Sample] = (), suffix: str = "") -> Iterator[RolloutRequest]:
+    def requests(self, batch_id: str, skip: Container[Sample] = ()) -> Iterator[RolloutRequest]:
         """Return the requests, without those in ``skip``; the same file and batch id give the same rollout ids.
 
-        ``suffix`` is put behind the ids that tasks give: a rollout that runs again needs an id of its own. Raises
-        `InvalidRequestError` for what was changed since it was checked, so far as that shows.
+        Raises `InvalidRequestError` for what was changed since it was checked, so far as that shows.
         """
         for task in self._checked_tasks():
             try:
@@ -161,7 +160,7 @@ class TasksFile:
                 yield request.model_copy(
                     update={
                         "batch_id": batch_id,
-                        "rollout_id": self._rollout_id(request, explicit, index, batch_id, suffix),
+                        "rollout_id": self._rollout_id(request, explicit, index, batch_id),
                         "sample_index": index,
                         "group_id": request.group_id or safe_id(f"{batch_id}-{request.example_id}"),
                     }
@@ -182,7 +181,7 @@ class TasksFile:
                 "could not be told apart: give each line an example_id of its own, or leave it out"
             )
         for index in self._indices(request.sample_index) if explicit else ():
-            self._note_explicit(self._rollout_id(request, explicit, index, "", ""), task.number)
+            self._note_explicit(self._rollout_id(request, explicit, index, ""), task.number)
 
     def _note_explicit(self, rollout_id: str, number: int) -> None:
         first = self._explicit.add(rollout_id, number)
@@ -211,11 +210,11 @@ class TasksFile:
     def _indices(self, first: int) -> range:
         return range(self.samples) if self.samples > 1 else range(first, first + 1)
 
-    def _rollout_id(self, request: RolloutRequest, explicit: bool, index: int, batch_id: str, suffix: str) -> str:
+    def _rollout_id(self, request: RolloutRequest, explicit: bool, index: int, batch_id: str) -> str:
         if not explicit:
             return sample_rollout_id(batch_id, request.example_id, index)
         sample = f"-{index}" if self.samples > 1 else ""
-        return safe_id(f"{request.rollout_id}{sample}{suffix}")
+        return safe_id(f"{request.rollout_id}{sample}")
 
 
 def run_batch_id(path: Path) -> str:

@@ -21,6 +21,7 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.policy import cancelled_error
 from producer.server import what_redis_does
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
@@ -173,7 +174,7 @@ class Claims:
         result = RolloutResult.for_request(
             request,
             StopCondition.CANCELLED,
-            error=ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled before it began"),
+            error=cancelled_error(self._impatient.cancel_reason(job.id), "cancelled before it began"),
             attempt=claim.attempt,
             worker=self._worker,
             failed_attempts=tuple(self._impatient.failed_attempts(job.id)),

@@ -29,6 +29,7 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.policy import cancelled_error
 from producer.server import redact, what_redis_does
 from workers import access, claims, instruments
 from workers.admin import AdminServer, Health
@@ -36,8 +37,9 @@ from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
 from workers.environment import Environment
 from workers.errors import RolloutError
+from workers.gateway.protocol import Gateway
 from workers.history import HandBack
-from workers.jobs import Claim, JobStore, Renewal, Requeue, connected
+from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
 from workers.loop_watch import LoopWatch
@@ -52,10 +54,12 @@ from workers.metrics import (
 )
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
+from workers.progress import ProgressTeller
 from workers.registry import Secrets, check
 from workers.rollout import Systems, run_rollout
 from workers.settings import WorkerSettings
 from workers.state import Rollout
+from workers.stores import connected
 from workers.sweep import sweep
 from workers.systems import WorkerSystems
 from workers.upkeep import Upkeep
@@ -107,6 +111,7 @@ class Fleet:
             self.orphans = Orphans(
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )
+            self.progress = self._progress_teller()
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
@@ -170,6 +175,13 @@ class Fleet:
         """Have Celery take what the breaker allows, and nothing while the loop hangs: it would lapse like the rest."""
         self.pool.cap(0 if self.keeper.hung else self._breaker_cap)
 
+    def _progress_teller(self) -> ProgressTeller:
+        def gateway_of(rollout: Rollout) -> Gateway:
+            return self.systems.of(rollout.request)[1].gateway
+
+        loop = asyncio.get_running_loop()
+        return ProgressTeller(self._running, gateway_of, self.store.client, self._threads, loop)
+
     def _keeper(self, store: JobStore) -> LeaseKeeper:
         return LeaseKeeper(
             store,
@@ -181,6 +193,7 @@ class Fleet:
             report=self._report,
             # Not on the keeper's own thread: a sweep of thousands must not hold up renewals.
             duties=lambda: self._threads.submit(self.sweep),
+            on_question=self.progress.asked,
         )
 
     async def _stop_keeper(self) -> None:
@@ -248,8 +261,8 @@ class Fleet:
             # A creation that was broken off is cleared up behind the attempt: not for long, when the worker shuts down.
             broken_off = self.pool.closing and rollout.last_phase is Phase.SANDBOX
             if rollout.leftovers or broken_off:
-                rollout_id = rollout.request.rollout_id
-                noted = rollout_id, rollout.attempt, self.worker, self.settings.gateway_url
+                rollout_id, gateway_url = rollout.request.rollout_id, rollout.request.gateway_url
+                noted = rollout_id, rollout.attempt, self.worker, gateway_url or self.settings.gateway_url
                 await self._when_redis_answers(rollout_id, lambda: self.ledger.note(*noted))
 
     async def _cancelled(self, job: Job, claim: Claim, rollout: Rollout) -> StopCondition:
@@ -261,9 +274,9 @@ class Fleet:
                 raise Ignore
             reason = CancelReason.CANCELLED
         if reason in {CancelReason.CANCELLED, CancelReason.REVOKED}:
-            rollout.error = ErrorInfo(
-                kind=ErrorKind.CANCELLED, message="cancelled while it ran", phase=rollout.last_phase
-            )
+            why = await self._when_redis_answers(claim.rollout_id, lambda: self.store.cancel_reason(claim.rollout_id))
+            error = cancelled_error(why, "cancelled while it ran")
+            rollout.error = error.model_copy(update={"phase": rollout.last_phase})
             return StopCondition.CANCELLED
         raise Ignore if reason is CancelReason.LEASE_LOST else asyncio.CancelledError
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,14 +17,11 @@ from typing import Any
 import orjson
 import redis
 from celery import Celery
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from producer import broker
 from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
 from workers import instruments
 from workers.history import HandBack, history_line, packed, parsed, with_turns
-from workers.settings import WorkerSettings
 from workers.uptime import Uptime
 
 logger = logging.getLogger(__name__)
@@ -46,6 +42,8 @@ class Claim:
     last: bool
     batch_id: str
     request: bytes
+    #: The gateway that was chosen among those that the request names; "" where it names none or one.
+    gateway_url: str = ""
     at: float = field(default_factory=time.monotonic, compare=False)
 
     def parsed(self) -> RolloutRequest:
@@ -64,6 +62,8 @@ class Claim:
             raise InvalidRequestError(f"rollout_id: {request.rollout_id!r}, in the record of another rollout")
         if self.request.count(b"[") + self.request.count(b"{") > _SHALLOW:
             request.to_json()  # refuses what is nested so deeply that its result could not be stored
+        if self.gateway_url:
+            request = request.model_copy(update={"gateway_url": self.gateway_url, "gateway_urls": ()})
         return request
 
 
@@ -97,6 +97,8 @@ class Requeue(StrEnum):
 
 #: Order of the answers of renew.lua.
 _RENEWALS = (Renewal.LOST, Renewal.RENEWED, Renewal.CANCELLED)
+#: The priority in the message of a rollout that waits for a place; into which list it is put, the script decides.
+_PARKED = 0
 #: Records per script call: a script blocks Redis while it runs, about 2 microseconds a record.
 _CHUNK = 500
 
@@ -121,9 +123,10 @@ class JobStore:
             for name in ("claim", "renew", "commit", "requeue", "wake")
         )
         self._cancel = client.register_script(broker.script("producer", "cancel"))
+        self._stale = client.register_script(broker.script("producer", "stale"))
 
     def claim(self, rollout_id: str, worker: str, offered: RolloutRequest | None = None) -> Claim | str:
-        """Take a pending rollout, or say why not: ``running``, ``done`` or ``unknown``.
+        """Take a pending rollout, or say why not: ``running``, ``done`` or ``unknown``, ``stale`` or ``parked``.
 
         ``offered`` is the request of a message that carries its own; a record is made from it when there is none.
         """
@@ -131,16 +134,22 @@ class JobStore:
         if offered is not None:
             fields = ["request", offered.to_json(), "batch", offered.batch_id]
             fields += ["max_attempts", offered.max_attempts, "priority", offered.priority]
+            more = zip(("policy", "places", "gateways", "shares"), broker.record_fields(offered), strict=True)
+            fields += [part for pair in more if pair[1] for part in pair]
         answer = self._claim(
             keys=[broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED],
-            args=[rollout_id, worker, self._lease_ms, self._record_ttl, self._gateway_url, *fields],
+            args=[
+                *(rollout_id, worker, self._lease_ms, self._record_ttl, self._gateway_url),
+                *(self._message(rollout_id, _PARKED), *fields),
+            ],
         )
         status = answer[0].decode()
         if status != "claimed":
             return str(status)
-        _, attempt, spent, max_attempts, batch, request = answer
+        _, attempt, spent, max_attempts, batch, gateway, request = answer
         instruments.ATTEMPTS.inc()
-        return Claim(rollout_id, int(attempt), int(spent) >= int(max_attempts), batch.decode(), request)
+        last = int(spent) >= int(max_attempts)
+        return Claim(rollout_id, int(attempt), last, batch.decode(), request, gateway.decode())
 
     def renew(self, held: Iterable[tuple[str, int]]) -> dict[str, Renewal]:
         """Renew the leases of ``(rollout id, attempt)`` pairs; returns what was found for each id."""
@@ -197,7 +206,7 @@ class JobStore:
     def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout as a producer does: end one that waits, ask the worker of one that runs."""
         keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, broker.job_key(rollout_id)]
-        self._cancel(keys=keys, args=[self._record_ttl, broker.EVENTS_KEPT, broker.stream_key(""), rollout_id])
+        self._cancel(keys=keys, args=[self._record_ttl, broker.EVENTS_KEPT, "", rollout_id])
 
     def release(self, request: RolloutRequest, attempt: int, worker: str, how: HandBack) -> Requeue:
         """Give back a rollout that ``worker`` holds, to run again."""
@@ -296,6 +305,21 @@ class JobStore:
         """Return the request in the record, b"" when there is no record."""
         return self.client.hget(broker.job_key(rollout_id), "request") or b""
 
+    def cancel_reason(self, rollout_id: str) -> str | None:
+        """Return why a rollout was cancelled; None when its producer wanted it."""
+        reason = self.client.hget(broker.job_key(rollout_id), "reason")
+        return reason.decode() if reason else None
+
+    def end_stale(self) -> int:
+        """End what is too old for the policy that is trained, where nobody has done so yet; returns how many."""
+        ended = passed = 0
+        while True:
+            args = [self._record_ttl, broker.EVENTS_KEPT, _CHUNK, passed]
+            found = [int(n) for n in self._stale(keys=[broker.POLICY], args=args)]
+            ended, passed = ended + found[0] + found[1], passed + found[2]
+            if found[3] < _CHUNK:
+                return ended
+
     def claimed_by(self, rollout_id: str) -> tuple[int, str] | None:
         """Return attempt and worker of a running rollout, None for any other."""
         state, attempt, worker = self.client.hmget(broker.job_key(rollout_id), "state", "attempt", "worker")
@@ -324,27 +348,6 @@ class JobStore:
 
     def _message(self, rollout_id: str, priority: int) -> bytes:
         return self._messages[broker.step_of(priority)].render(rollout_id)
-
-
-@contextmanager
-def connected(
-    settings: WorkerSettings, app: Celery, *, patience: float = 10.0, once: bool = False
-) -> Iterator[JobStore]:
-    """Hold a job store on a Redis connection pool of its own, which waits ``patience`` seconds for an answer.
-
-    With ``once`` nothing is tried a second time.
-    """
-    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0)} if once else {}
-    client = redis.Redis.from_url(
-        settings.redis_url,
-        socket_timeout=patience,
-        socket_connect_timeout=min(patience, 5),
-        socket_keepalive=True,
-        health_check_interval=25,
-        **options,
-    )
-    with client:
-        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=settings.gateway_url)
 
 
 def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:

@@ -39,7 +39,7 @@ class LeaseKeeper(threading.Thread):
     was asked for. ``loop`` says when the event loop last moved, and is asked to look at it, in a thread of its own.
     ``on_hang(True)`` is called when it has hung for longer than ``hang_limit`` seconds and ``on_hang(False)`` when it
     moves again. ``report()`` is what this worker tells the fleet about itself. ``duties`` is called at every renewal;
-    it must not block.
+    it must not block. ``on_question(token, rollout_ids)`` is called when a producer asks how far rollouts have come.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class LeaseKeeper(threading.Thread):
         on_hang: Callable[[bool], object],
         report: Callable[[], dict[str, Any]],
         duties: Callable[[], object],
+        on_question: Callable[[str, list[str]], object] = lambda token, rollout_ids: None,
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self.interval = store.lease_ttl / 4
@@ -64,6 +65,7 @@ class LeaseKeeper(threading.Thread):
         self._on_hang = on_hang
         self._report = report
         self._duties = duties
+        self._on_question = on_question
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -188,9 +190,16 @@ class LeaseKeeper(threading.Thread):
         for _, messages in streams.items() if isinstance(streams, dict) else streams:
             for entry_id, fields in messages:
                 self._seen_cancel = entry_id.decode()
+                if b"ask" in fields:
+                    self._hear(fields)
+                    continue
                 rollout_id = fields[b"id"].decode()
                 if self.attempt_of(rollout_id) is not None:
                     self._on_lost(rollout_id, Renewal.CANCELLED)
+
+    def _hear(self, fields: dict[bytes, bytes]) -> None:
+        if fields[b"worker"].decode() == self._worker:
+            self._on_question(fields[b"ask"].decode(), fields[b"rollouts"].decode().split())
 
     def _withdraw(self) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 import redis
 from celery import Celery, states
@@ -22,8 +23,10 @@ from producer.contract import (
     RolloutResult,
     StopCondition,
 )
+from producer.policy import cancelled_error
 from workers.history import HandBack
 from workers.jobs import JobStore, Lapsed, Requeue
+from workers.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +48,17 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
                 logger.exception("sweep: %s cannot be dealt with", lapsed.rollout_id)
                 if "user_script" in str(error) or not isinstance(error, redis.RedisError):
                     _end_unreadable(store, app, lapsed)
-    counts["woken"] = store.wake_delayed()
-    counts["resent"] = store.resend_missing(age=store.lease_ttl)
+    steps: dict[str, Callable[[], int]] = {
+        "stale": store.end_stale,
+        "woken": store.wake_delayed,
+        "places": Places(store.client).mend,
+        "resent": lambda: store.resend_missing(age=store.lease_ttl),
+    }
+    for what, step in steps.items():
+        try:
+            counts[what] += step()
+        except (ValueError, TypeError, redis.ResponseError):  # what stands there that should not holds up no other step
+            logger.exception("sweep: the step %r failed, going on", what, extra={"stage": "sweep"})
     return {what: count for what, count in counts.items() if count}
 
 
@@ -59,7 +71,8 @@ def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
     elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
         failed = FailedAttempt(attempt=lapsed.attempt, worker=lapsed.worker, error=how.error)
         attempts = [*store.failed_attempts(lapsed.rollout_id), failed]
-        result = _last_result(lapsed, what, attempts, store.request_of(lapsed.rollout_id))
+        request, reason = store.request_of(lapsed.rollout_id), store.cancel_reason(lapsed.rollout_id)
+        result = _last_result(lapsed, what, attempts, request, reason)
         encoded = app.backend.encoded(lapsed.rollout_id, result, states.SUCCESS)
         outcome = result.stop_condition
         kind = result.error.kind.value if result.error else ""
@@ -85,12 +98,14 @@ def _end_unreadable(store: JobStore, app: Celery, lapsed: Lapsed) -> None:
         logger.exception("sweep: %s cannot be ended either", lapsed.rollout_id)
 
 
-def _last_result(lapsed: Lapsed, what: Requeue, attempts: list[FailedAttempt], request: bytes) -> RolloutResult:
+def _last_result(
+    lapsed: Lapsed, what: Requeue, attempts: list[FailedAttempt], request: bytes, reason: str | None
+) -> RolloutResult:
     """Build the result of a rollout that no worker will run again."""
     history = "\n".join(f"attempt {attempt.attempt}: {attempt.error}" for attempt in attempts)
     if what is Requeue.CANCELLED:
         condition = StopCondition.CANCELLED
-        error = ErrorInfo(kind=ErrorKind.CANCELLED, message="cancelled; its worker died meanwhile", detail=history)
+        error = cancelled_error(reason, "cancelled; its worker died meanwhile").model_copy(update={"detail": history})
     else:
         condition = StopCondition.HAS_ERROR
         message = f"no attempt is left after {lapsed.attempt}: each time, its worker died or lost its lease"

@@ -1,38 +1,52 @@
--- Write the records of a chunk of rollouts and send their wake-up messages: all of them, or none when one conflicts.
+-- uses moves.lua
+-- Write the records of a chunk of rollouts and send their wake-up messages: all of them, or none when one conflicts
+-- or is of a batch that was cancelled for good.
 -- KEYS: 1 pending set, then the queue's lists, then (after the first ARGV 2) job records
---       (and, named by the rollouts' batches, their streams: ARGV 3 .. batch)
+--       (and, named by the rollouts' batches, their streams: ARGV 3 .. batch, and those of moves.lua)
 -- ARGV: 1 records' time to live (s), 2 number of KEYS before the job records, 3 prefix of the batches' streams, then for
 --       each rollout: id, request, batch, max_attempts, priority, index in KEYS of its list, score in the pending set
---       with which its list's rollouts begin, message
+--       with which its list's rollouts begin, message, version of its policy or "", what it
+--       holds of what may be limited, the gateways that it may use or "", the group that shares its gateway or ""
 -- Returns for each rollout in order: 0 created, 1 there already with the same request, 2 so and done,
--- 3 there already with another request (then nothing was written at all).
-local BEFORE, FIRST, WIDTH = tonumber(ARGV[2]), 4, 8
-local answers, seen, conflict = {}, {}, false
+-- 3 there already with another request, 4 its batch takes no more (after 3 or 4 nothing was written at all).
+local BEFORE, FIRST, WIDTH = tonumber(ARGV[2]), 4, 12
+local answers, seen, closed, refused = {}, {}, {}, false
 for i = 1, #KEYS - BEFORE do
   local at = FIRST + (i - 1) * WIDTH
   local id, request = ARGV[at], ARGV[at + 1]
   local record = redis.call('HMGET', KEYS[BEFORE + i], 'request', 'state')
   local known = record[1] or seen[id]
-  if not known then
+  local batch = ARGV[at + 2]
+  if closed[batch] == nil then closed[batch] = redis.call('EXISTS', KEY.tombstone .. batch) == 1 end
+  if not known and closed[batch] then
+    answers[i] = 4
+    refused = true
+  elseif not known then
     answers[i] = 0
   elseif known ~= request then
     answers[i] = 3
-    conflict = true
+    refused = true
   else
     answers[i] = record[2] == 'done' and 2 or 1
   end
   seen[id] = request
 end
-if conflict then return answers end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if refused then return answers end
+local now = clock()
 local batches = {}
 for i = 1, #KEYS - BEFORE do
   if answers[i] == 0 then
     local at = FIRST + (i - 1) * WIDTH
     local job = KEYS[BEFORE + i]
     redis.call('HSET', job, 'request', ARGV[at + 1], 'state', 'pending', 'attempt', 0, 'spent', 0,
-      'batch', ARGV[at + 2], 'max_attempts', ARGV[at + 3], 'priority', ARGV[at + 4], 'enqueued_ms', now)
+      'batch', ARGV[at + 2], 'max_attempts', ARGV[at + 3], 'priority', ARGV[at + 4], 'enqueued_ms', now,
+      'places', ARGV[at + 9])
+    if ARGV[at + 10] ~= '' then redis.call('HSET', job, 'gateways', ARGV[at + 10]) end
+    if ARGV[at + 11] ~= '' then redis.call('HSET', job, 'shares', ARGV[at + 11]) end
+    if ARGV[at + 8] ~= '' then
+      redis.call('HSET', job, 'policy', ARGV[at + 8])
+      redis.call('ZADD', KEY.versions, ARGV[at + 8], ARGV[at])
+    end
     redis.call('EXPIRE', job, ARGV[1])
     redis.call('ZADD', KEYS[1], ARGV[at + 6] + now, ARGV[at])
     -- kombu takes messages from the right end of the list.

@@ -13,8 +13,8 @@ from support import RedisServer
 from producer import Producer, broker
 from producer.settings import ProducerSettings
 
-COUNT = 10_000
-ROUNDS = 5
+COUNT = 50_000
+ROUNDS = 3
 
 
 def plain(url: str, count: int) -> float:
@@ -55,7 +55,7 @@ def main(directory: str) -> None:
     rates: dict[str, list[float]] = {"plain": [], "ours": []}
     for _ in range(ROUNDS):
         server.client.flushall()
-        rates["plain"].append(plain(server.url, COUNT // 5))
+        rates["plain"].append(plain(server.url, COUNT // 10))
         server.client.flushall()
         rates["ours"].append(asyncio.run(ours(server.url, COUNT)))
     server.stop()

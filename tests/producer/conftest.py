@@ -18,6 +18,7 @@ from kombu import Consumer
 
 from producer import broker
 from producer.contract import RolloutRequest, RolloutResult, StopCondition
+from producer.policy import cancelled_error
 from producer.settings import ProducerSettings
 
 LEASE_MS = 60_000
@@ -44,6 +45,7 @@ class StandInWorker(threading.Thread):
         self.started: list[str] = []
         self.held: dict[str, RolloutRequest] = {}
         self._stopping = threading.Event()
+        self._wakeup = broker.WakeUp.for_app(self.app, 0)
         self._claim = self.client.register_script(broker.script("workers", "claim"))
         self._commit = self.client.register_script(broker.script("workers", "commit"))
 
@@ -76,14 +78,17 @@ class StandInWorker(threading.Thread):
 
     def claim(self, rollout_id: str) -> RolloutRequest | None:
         keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        status, *found = self._claim(keys=keys, args=[rollout_id, "stand-in", LEASE_MS, RECORD_TTL])
+        args = [rollout_id, "stand-in", LEASE_MS, RECORD_TTL, "", self._wakeup.render(rollout_id)]
+        status, *found = self._claim(keys=keys, args=args)
         return RolloutRequest.parse(found[-1]) if status == b"claimed" else None
 
     def end_cancelled(self) -> None:
         for rollout_id, request in list(self.held.items()):
             if self.client.hget(broker.job_key(rollout_id), "cancel"):
                 del self.held[rollout_id]
-                self.finish(RolloutResult.for_request(request, StopCondition.CANCELLED))
+                reason = self.client.hget(broker.job_key(rollout_id), "reason")
+                error = cancelled_error(reason.decode() if reason else None)
+                self.finish(RolloutResult.for_request(request, StopCondition.CANCELLED, error=error))
 
     def finish(self, result: RolloutResult) -> None:
         """End a rollout as the worker does that has claimed it; one that still waits is claimed first."""

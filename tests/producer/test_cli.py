@@ -301,6 +301,87 @@ def test_ctrl_c_cancels_what_is_in_flight_keeps_what_is_done_and_resumes(process
     assert sorted(r["example_id"] for r in files.results()) == [1, 2, 3]
 
 
+def killed(process, files, worker, *behaviours):
+    """Run a task of each behaviour in a process that is killed once the first has been written; the others are held."""
+    files.write(*[{"answer": word} for word in behaviours])
+    worker.behaviour = lambda r: None if r.answer == "held" else RolloutResult.for_request(r, StopCondition(r.answer))
+    running = process()
+    others = behaviours.count("held")
+    wait_until(lambda: len(worker.held) == others and files.out.exists() and files.out.stat().st_size)
+    running.kill()
+    running.communicate()
+    assert [r["example_id"] for r in files.results()] == [1]
+    return {request.example_id: request for request in worker.held.values()}
+
+
+def test_a_killed_run_that_is_resumed_misses_nothing_and_runs_nothing_twice(process, rollouts, files, worker):
+    held = killed(process, files, worker, "completed", *["held"] * 5)
+    meanwhile = {2: StopCondition.COMPLETED, 3: StopCondition.AGENT_TIMEOUT, 4: StopCondition.HAS_ERROR}
+    for example, stop in meanwhile.items():
+        worker.finish(RolloutResult.for_request(held[example], stop, reward=float(example)))
+
+    def run_again(request):
+        for example in (5, 6):  # which have run on all the time
+            worker.finish(RolloutResult.for_request(held[example], StopCondition.COMPLETED))
+        return RolloutResult.for_request(request, StopCondition.COMPLETED)
+
+    worker.behaviour = run_again
+    ended = rollouts("--resume")
+    assert "4 rollouts that were submitted before were taken over" in ended.stderr
+    assert ended.stdout.splitlines()[-1] == "5 rollouts: 4 completed, 1 failed"
+    assert sorted(r["example_id"] for r in files.results()) == [1, 2, 3, 4, 5, 6]
+    rewards = {r["example_id"]: r["reward"] for r in files.results()}
+    assert (rewards[2], rewards[3], rewards[4]) == (2.0, 3.0, None)
+    assert len(worker.started) == len(set(worker.started)) == 7, "only what had failed ran again"
+    assert "0 rollouts to run" in rollouts("--resume").stderr
+
+
+def test_a_run_that_is_killed_a_second_time_finds_what_both_processes_had_submitted(process, rollouts, files, worker):
+    held = killed(process, files, worker, "completed", "held", "held")
+    worker.finish(RolloutResult.for_request(held[2], StopCondition.HAS_ERROR))
+    worker.behaviour = lambda r: None
+    again = process("--resume")
+    wait_until(lambda: len(worker.started) == 4)
+    again.kill()
+    again.communicate()
+    for request in [held[3], worker.held[worker.started[-1]]]:
+        worker.finish(RolloutResult.for_request(request, StopCondition.COMPLETED))
+    ended = rollouts("--resume")
+    assert ended.stdout.splitlines()[-1] == "2 rollouts: 2 completed, 0 failed"
+    assert sorted(r["example_id"] for r in files.results()) == [1, 2, 3]
+    assert len(worker.started) == 4
+
+
+def test_what_failed_while_nobody_was_there_is_taken_with_keep_failed(process, rollouts, files, worker):
+    held = killed(process, files, worker, "completed", "held")
+    worker.finish(RolloutResult.for_request(held[2], StopCondition.HAS_ERROR))
+    ended = rollouts("--resume", "--keep-failed")
+    assert ended.stdout.splitlines()[-1] == "1 rollouts: 0 completed, 1 failed"
+    assert len(worker.started) == 2
+
+
+def test_what_is_asked_for_in_another_way_when_resumed_runs_anew_and_the_old_is_cancelled(
+    process, rollouts, files, worker
+):
+    held = killed(process, files, worker, "completed", "held", "held")
+    worker.finish(RolloutResult.for_request(held[2], StopCondition.COMPLETED))  # as it was asked for then: it counts
+    worker.behaviour = lambda r: RolloutResult.for_request(r, StopCondition.COMPLETED)
+    ended = rollouts("--resume", "--timeout", "99")
+    assert ended.stdout.splitlines()[-1] == "2 rollouts: 2 completed, 0 failed"
+    assert len(worker.started) == 4
+    assert worker.client.hget(broker.job_key(held[3].rollout_id), "cancel") == b"1"
+    assert sorted(r["example_id"] for r in files.results()) == [1, 2, 3]
+
+
+def test_a_result_that_is_gone_when_its_run_is_resumed_is_made_again(process, rollouts, files, worker):
+    held = killed(process, files, worker, "completed", "held")
+    worker.finish(RolloutResult.for_request(held[2], StopCondition.COMPLETED))
+    worker.client.delete(broker.result_key(held[2].rollout_id))
+    worker.behaviour = lambda r: RolloutResult.for_request(r, StopCondition.COMPLETED)
+    assert rollouts("--resume").stdout.splitlines()[-1] == "1 rollouts: 1 completed, 0 failed"
+    assert len(worker.started) == 3
+
+
 def test_a_second_ctrl_c_leaves_at_once(process, idle_worker):
     client = idle_worker.client
     running = process()

@@ -53,6 +53,7 @@ def test_submit_writes_the_record_and_sends_one_wake_up_message(settings, idle_w
         b"batch": b"default",
         b"max_attempts": b"2",
         b"priority": b"7",
+        b"places": b"env:command",
     }
     assert client.ttl(broker.job_key("r-0")) > 6 * 24 * 3600
     assert [client.llen(key) for key in broker.queue_keys()] == [0, 0, 1, 0]

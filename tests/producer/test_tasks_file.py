@@ -102,11 +102,10 @@ def test_ids_are_the_same_for_the_same_file_and_batch(write):
     assert [r.rollout_id for r in tasks.requests("b")] == [r.rollout_id for r in tasks.requests("b")]
 
 
-def test_explicit_ids_are_kept_and_get_a_suffix_when_they_run_again(write):
+def test_explicit_ids_are_kept(write):
     tasks = load(write({"rollout_id": "mine"}))
     assert list(tasks.explicit_ids) == ["mine"]
     assert [r.rollout_id for r in tasks.requests("b")] == ["mine"]
-    assert [r.rollout_id for r in tasks.requests("b", suffix="-x1")] == ["mine-x1"]
     assert list(load(write({"rollout_id": "mine"}), samples=2).explicit_ids) == ["mine-0", "mine-1"]
 
 

@@ -535,3 +535,31 @@ def test_a_claim_gives_no_request_that_no_producer_can_have_written(request_: by
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
         claim.parsed()
     assert replace(claim, request=request().to_json()).parsed() == request()
+
+
+def test_a_stale_rollout_is_ended_at_its_claim_also_when_its_message_brought_it(store: JobStore) -> None:
+    store.client.hset(broker.POLICY, mapping={"version": 9, "steps": 1, "on_stale": "cancel"})
+    assert store.claim("r1", "w1", request(policy_version=3)) == "stale"
+    assert record(store)["reason"] == "stale"
+    assert isinstance(store.claim("r2", "w1", request("r2", policy_version=8)), Claim)
+    assert isinstance(store.claim("r3", "w1", request("r3", policy_version=3, purpose="eval")), Claim)
+    assert store.client.zrange(broker.VERSIONS, 0, -1) == [b"r2"]
+
+
+def test_the_sweep_ends_what_a_trainer_that_died_did_not_get_to(store: JobStore, app: Celery) -> None:
+    claim = claimed(store, policy_version=3)
+    store.client.hset(broker.POLICY, mapping={"version": 9, "steps": 1, "on_stale": "cancel"})
+    assert sweep(store, app)["stale"] == 1
+    assert store.renew([("r1", claim.attempt)]) == {"r1": Renewal.CANCELLED}
+    assert store.cancel_reason("r1") == "stale"
+
+
+def test_a_stale_rollout_whose_worker_died_is_ended_with_the_reason(store: JobStore, app: Celery) -> None:
+    claimed(store, policy_version=3)
+    store.client.hset(broker.POLICY, mapping={"version": 9, "steps": 1, "on_stale": "cancel"})
+    store.end_stale()
+    lapse(store)
+    store.uptime = lambda: 1000.0  # type: ignore[method-assign]
+    assert sweep(store, app)["cancelled"] == 1
+    result = broker.decode_result(store.client.get(broker.result_key("r1")))["result"]
+    assert (result["stop_condition"], result["error"]["reason"]) == ("cancelled", "stale")

@@ -18,10 +18,11 @@ from producer import broker
 from producer.contract import Phase, RolloutRequest, StopCondition
 from workers import instruments, metrics
 from workers.history import HandBack
-from workers.jobs import Claim, JobStore, connected
+from workers.jobs import Claim, JobStore
 from workers.metrics import QueueCollector, RolloutCollector
 from workers.settings import WorkerSettings
 from workers.state import Rollout
+from workers.stores import connected
 
 PATIENCE = 0.3
 

@@ -1,14 +1,15 @@
+-- uses moves.lua
 -- End a rollout in one step: store its result, mark it done, and announce it on its batch's stream. The first one wins.
 -- KEYS: 1 job record, 2 running set, 3 stream of the batch, 4 key of the result, 5 the ledger
+--       (and those of moves.lua)
 -- ARGV: 1 rollout id, 2 attempt, 3 outcome, 4 time to live of record, stream and result (s), 5 result,
 --       6 "owned" (by the worker that holds it) or "lapsed" (only when the lease lapsed)
 -- Returns 1 when this attempt is the one that ended it (also when it is told so twice), else 0.
-local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'places')
 if record[2] ~= ARGV[2] then return 0 end
 if record[1] == 'done' then return 1 end
 if record[1] ~= 'running' then return 0 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = clock()
 if ARGV[6] == 'lapsed' then
   -- Its worker may have come back since it was found lapsed.
   local lease = redis.call('ZSCORE', KEYS[2], ARGV[1])
@@ -22,6 +23,8 @@ redis.call('HSET', KEYS[1], 'state', 'done', 'outcome', ARGV[3], 'finished_ms', 
 for earlier = 1, tonumber(ARGV[2]) - 1 do redis.call('HDEL', KEYS[1], 'turns:' .. earlier) end
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEY.versions, ARGV[1])
+leave(ARGV[1], record[3])
 if ARGV[6] == 'lapsed' then
   -- Its worker cannot be trusted to clean up.
   local whose = redis.call('HMGET', KEYS[1], 'worker', 'gateway')

@@ -1,14 +1,16 @@
+-- uses moves.lua
 -- Give a running rollout back: running with this attempt -> pending, and send its wake-up message in the same step.
 -- KEYS: 1 job record, 2 running set, 3 pending set, 4 delayed set, 5 the queue's list, 6 the ledger
+--       (and those of moves.lua)
 -- ARGV: 1 rollout id, 2 attempt, 3 "lapsed" (only when the lease lapsed) or "owned" (by the worker that holds it),
 --       4 1 when the attempt counts, 0 when it does not, 5 delay (ms), 6 1 to put it at the queue's front,
 --       7 message, 8 line for the history, 9 score in the pending set with which its list's rollouts begin,
 --       10 the attempt's turns, packed, or ""
 -- Returns "requeued", "exhausted" or "cancelled" (nothing was changed: end it instead), or "stale" (not ours to move).
-local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'spent', 'max_attempts', 'cancel', 'history')
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'spent', 'max_attempts', 'cancel', 'history',
+  'places')
 if record[1] ~= 'running' or record[2] ~= ARGV[2] then return 'stale' end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = clock()
 if ARGV[3] == 'lapsed' then
   local lease = redis.call('ZSCORE', KEYS[2], ARGV[1])
   if lease and tonumber(lease) > now then return 'stale' end
@@ -22,6 +24,8 @@ if record[6] then history = record[6] .. '\n' .. history end
 redis.call('HSET', KEYS[1], 'state', 'pending', 'spent', spent, 'history', history)
 if ARGV[10] ~= '' then redis.call('HSET', KEYS[1], 'turns:' .. ARGV[2], ARGV[10]) end
 redis.call('ZREM', KEYS[2], ARGV[1])
+-- It takes its turn again when it is claimed: nothing holds a place while it waits, unless it was woken for it.
+leave(ARGV[1], record[7])
 if ARGV[3] == 'lapsed' then
   -- Its worker cannot be trusted to clean up. In this step, so that no crash comes in between.
   local whose = redis.call('HMGET', KEYS[1], 'worker', 'gateway')

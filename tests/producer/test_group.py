@@ -1,0 +1,272 @@
+"""Groups: whole or dropped, early, with replacements, and cancelled for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from producer import (
+    BatchCancelledError,
+    CancelAnswer,
+    Drop,
+    ErrorInfo,
+    ErrorKind,
+    GroupTerms,
+    InvalidRequestError,
+    OnReady,
+    Producer,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+    SyncProducer,
+    broker,
+)
+
+REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7, "policy_version": 3})
+BROKEN = ErrorInfo(kind=ErrorKind.SANDBOX, message="it broke")
+
+
+def failing(*indices: int) -> Callable[[RolloutRequest], RolloutResult]:
+    def behave(request: RolloutRequest) -> RolloutResult:
+        if request.sample_index in indices:
+            return RolloutResult.for_request(request, StopCondition.HAS_ERROR, error=BROKEN)
+        return RolloutResult.for_request(request, StopCondition.COMPLETED, reward=1.0)
+
+    return behave
+
+
+def holding(*indices: int) -> Callable[[RolloutRequest], RolloutResult | None]:
+    return lambda request: None if request.sample_index in indices else failing()(request)
+
+
+def test_a_group_is_delivered_whole(settings, worker):
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 4, group_id="g")
+            whole = await group.result(20)
+            assert (whole.group_id, whole.example_id, whole.dropped, whole.reason) == ("g", 7, None, "")
+            assert {r.rollout_id for r in whole.results} == {f"g-{n}" for n in range(4)}
+            assert {(r.group_id, r.batch_id) for r in whole.results} == {("g", "g")}
+            assert sorted(r.sample_index for r in whole.results) == [0, 1, 2, 3]
+            assert {r.rollout_id async for r in group} == {r.rollout_id for r in whole.results}
+
+    asyncio.run(main())
+
+
+def test_a_group_with_a_failure_is_dropped_whole_with_the_reason(settings, worker):
+    worker.behaviour = failing(2)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            dropped = await (await producer.submit_group(REQUEST, 4)).result(20)
+            assert (dropped.dropped, dropped.results) == (Drop.FAILED, ())
+            assert "it broke" in dropped.reason
+
+    asyncio.run(main())
+
+
+def test_failed_rollouts_are_replaced_up_to_the_budget(settings, worker):
+    worker.behaviour = failing(0, 4)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            whole = await (await producer.submit_group(REQUEST, 4, group_id="g", replace_failed=2)).result(20)
+            assert sorted(r.sample_index for r in whole.results) == [1, 2, 3, 5]
+            dropped = await (await producer.submit_group(REQUEST, 4, group_id="h", replace_failed=1)).result(20)
+            assert dropped.dropped is Drop.FAILED
+
+    asyncio.run(main())
+    assert "h-5" not in worker.started
+
+
+def test_enough_usable_ones_make_it_ready_and_the_rest_is_cancelled(settings, worker):
+    worker.behaviour = holding(1, 3)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 4, min_usable=2)
+            whole = await group.result(20)
+            assert sorted(r.sample_index for r in whole.results) == [0, 2]
+            ends = {r.sample_index: r.stop_condition async for r in group}
+            assert ends[1] is ends[3] is StopCondition.CANCELLED
+
+    asyncio.run(main())
+
+
+def test_or_the_rest_is_kept(settings, worker):
+    worker.behaviour = holding(1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 3, min_usable=2, on_ready=OnReady.KEEP)
+            assert len((await group.result(20)).results) == 2
+            [held] = worker.held.values()
+            worker.finish(failing()(held))
+            assert {r.stop_condition async for r in group} == {StopCondition.COMPLETED}
+
+    asyncio.run(main())
+
+
+def test_a_group_that_cannot_become_ready_cancels_what_still_runs(settings, worker):
+    worker.behaviour = lambda request: None if request.sample_index else failing(0)(request)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 3)
+            assert (await group.result(20)).dropped is Drop.FAILED
+            assert [r.stop_condition async for r in group][1:] == [StopCondition.CANCELLED] * 2
+
+    asyncio.run(main())
+
+
+def test_a_stale_group_is_dropped_whole_and_nothing_replaced(settings, worker):
+    worker.behaviour = holding(0, 1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 2, replace_failed=5)
+            await wait_for(lambda: len(worker.held) == 2)
+            await producer.set_policy_version(9, max_off_policy_steps=1)
+            assert (await group.result(20)).dropped is Drop.STALE
+
+    asyncio.run(main())
+    assert len(worker.started) == 2
+
+
+def test_a_group_that_lost_rollouts_to_shed_load_says_so(settings, worker):
+    worker.behaviour = holding(0, 1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 2)
+            await wait_for(lambda: len(worker.held) == 2)
+            await producer.shed(1)
+            assert (await group.result(20)).dropped is Drop.OVERLOAD
+
+    asyncio.run(main())
+
+
+def test_one_cancel_ends_all_and_nothing_can_be_submitted_any_more(settings, worker):
+    worker.behaviour = holding(0, 1, 2)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 3, group_id="g")
+            await wait_for(lambda: len(worker.held) == 3)
+            assert set((await group.cancel()).values()) == {CancelAnswer.REQUESTED}
+            assert (await group.result()).dropped is Drop.CANCELLED
+            assert [r.stop_condition async for r in group] == [StopCondition.CANCELLED] * 3
+            with pytest.raises(BatchCancelledError, match="g was cancelled for good"):
+                await producer.submit(REQUEST.model_copy(update={"batch_id": "g", "rollout_id": "late"}))
+            with pytest.raises(BatchCancelledError):
+                await producer.submit_group(REQUEST, 4, group_id="g")
+            assert await producer.handle("late", "g").state() is None
+            # What was there before is found, as after a lost reply.
+            again = await producer.submit_group(REQUEST, 3, group_id="g")
+            assert (await again.result(20)).dropped is Drop.CANCELLED
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_cancelled_for_good_by_its_id_alone_whoever_submitted_it(settings, idle_worker, make):
+    async def main() -> None:
+        async with Producer(settings) as producer, Producer(settings) as other:
+            batch = await producer.submit_many(make(5), batch_id="b", max_in_flight=3)
+            assert idle_worker.claim("r-1")
+            answers = await other.cancel_batch("b")
+            assert answers == {
+                "r-0": CancelAnswer.CANCELLED,
+                "r-1": CancelAnswer.REQUESTED,
+                "r-2": CancelAnswer.CANCELLED,
+            }
+            assert (await anext(batch)).stop_condition is StopCondition.CANCELLED
+            with pytest.raises(BatchCancelledError):
+                assert [result async for result in batch] == []
+
+    asyncio.run(main())
+    assert not idle_worker.client.exists(broker.job_key("r-3"), broker.job_key("r-4"))
+
+
+def test_a_group_that_is_submitted_again_finds_its_rollouts_and_its_replacements(settings, worker):
+    worker.behaviour = failing(0)
+
+    async def main() -> list[int]:
+        async with Producer(settings) as producer:
+            whole = await (await producer.submit_group(REQUEST, 3, group_id="g", replace_failed=1)).result(20)
+            return sorted(r.sample_index for r in whole.results)
+
+    assert asyncio.run(main()) == asyncio.run(main()) == [1, 2, 3]
+    assert sorted(worker.started) == ["g-0", "g-1", "g-2", "g-3"]
+
+
+def test_groups_come_once_each_and_go_on_after_a_crash(settings, worker):
+    worker.behaviour = failing(3)
+    requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(12)]
+
+    async def take(count: int) -> tuple[list[str], list[bool]]:
+        async with Producer(settings) as producer:
+            groups = producer.groups(requests, GroupTerms(3), run_id="run", max_groups=4, consumer="trainer")
+            ids, again = [], []
+            async for group in groups:
+                assert len(group.results) == 3
+                assert len(groups.open) <= 4
+                ids.append(group.group_id)
+                again.append(groups.redelivered)
+                if len(ids) == count:
+                    break
+            return ids, again
+
+    first, again = asyncio.run(take(5))
+    assert not any(again)
+    second, again = asyncio.run(take(100))
+    assert [i for i, flag in zip(second, again, strict=True) if flag] == [first[-1]]
+    assert len(second) == 8
+    assert set(first[:-1]) | set(second) == {f"run-{n}" for n in range(12)}
+    assert asyncio.run(take(100)) == ([], [])
+    assert len(worker.started) == len(set(worker.started)) == 36
+
+
+def test_an_example_comes_once_in_a_run(settings, worker):
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            with pytest.raises(InvalidRequestError, match="comes twice"):
+                await anext(producer.groups([REQUEST, REQUEST], GroupTerms(2)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [{"size": 0}, {"size": 2, "min_usable": 3}, {"size": 2, "min_usable": 0}, {"size": 2, "replace_failed": -1}],
+)
+def test_terms_that_cannot_be_met_are_refused(terms):
+    with pytest.raises(ValueError, match="a group has at least one"):
+        GroupTerms(**terms)
+
+
+def test_waiting_for_a_group_may_be_given_up(settings, idle_worker):
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            group = await producer.submit_group(REQUEST, 2)
+            with pytest.raises(TimeoutError):
+                await group.result(0.05)
+            assert group.decision is None
+
+    asyncio.run(main())
+
+
+def test_groups_without_await(settings, worker):
+    with SyncProducer(settings) as producer:
+        group = producer.submit_group(REQUEST, 3)
+        assert len(group.result(20).results) == 3
+        assert sorted(r.sample_index for r in group) == [0, 1, 2]
+        runs = producer.groups([REQUEST], GroupTerms(2))
+        assert [len(g.results) for g in runs] == [2]
+
+
+async def wait_for(there: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not there():
+            await asyncio.sleep(0.005)
