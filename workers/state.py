@@ -106,6 +106,8 @@ class Rollout:
     failed_attempts: list[FailedAttempt] = field(default_factory=list)
 
     phase: Phase = Phase.REGISTER
+    #: When it entered that phase, in Unix seconds.
+    phase_since: float = field(default_factory=time.time)
     #: The phase in which the attempt was when its clean-up began.
     last_phase: Phase = Phase.REGISTER
     durations: dict[str, float] = field(default_factory=dict)
@@ -128,9 +130,20 @@ class Rollout:
         """The id of the attempt before, which a dead worker may have left registered."""
         return gateway_id(self.request.rollout_id, self.attempt - 1) if self.attempt > 1 else None
 
+    @property
+    def rollout_id(self) -> str:
+        """The rollout's id."""
+        return self.request.rollout_id
+
+    @property
+    def stage(self) -> str:
+        """Where the attempt stands, for log lines that name no stage of their own."""
+        return self.phase.value
+
     def enter(self, phase: Phase) -> None:
         """Note that the attempt is now in ``phase``."""
         self.phase = phase
+        self.phase_since = time.time()
         if self.on_phase:
             self.on_phase(self, phase)
 
