@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from producer.summary import Summary
     from producer.tasks_file import TaskDefaults, TasksFile
 
-__all__ = ["app", "bad_usage", "print_summary", "read_settings"]
+__all__ = ["app", "bad_usage", "print_summary", "problems_end_it", "read_settings"]
 
 _PIPE_WIDTH = 200
 
-app = typer.Typer(
-    name="rollouts", no_args_is_help=True, add_completion=False, help="Run LLM-agent rollouts on a fleet of workers."
-)
+app = typer.Typer(name="rollouts", no_args_is_help=True, help="Run LLM-agent rollouts on a fleet of workers.")
 
 RedisUrl = Annotated[
     str | None,
@@ -116,7 +114,7 @@ def run(
 
     if resume and overwrite:
         bad_usage("--resume and --overwrite exclude each other")
-    with _problems_end_it():
+    with problems_end_it():
         settings = read_settings(redis_url)
         defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout)
         defaults.check()
@@ -156,9 +154,18 @@ def run(
 
 
 @app.command()
-def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
+def status(
+    redis_url: RedisUrl = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, live; with --json an object a line.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: how often.")] = 2.0,
+) -> None:
     """Show workers, queue depths, and rollouts in flight by phase."""
-    with _problems_end_it():
+    with problems_end_it():
+        if watch:
+            from producer.operator_cli import watch_status
+
+            watch_status(read_settings(redis_url), interval, as_json)
         found = asyncio.run(_status(read_settings(redis_url)))
     if as_json:
         _print_json(found.as_dict())
@@ -198,7 +205,7 @@ def show(
         bad_usage(f"--sort {sort}: there are {', '.join(SORTS)}")
     if rollout is None and (full or as_json):
         bad_usage("--full and --json are for one rollout; give its ID")
-    with _problems_end_it():
+    with problems_end_it():
         reader = ResultsReader(results)
         if rollout is None:
             show_listing(reader, Listing(failed, sort, reverse, limit), _console())
@@ -222,7 +229,7 @@ def report(
 
     if out.exists() and results.exists() and out.samefile(results):
         bad_usage(f"--out {out} is the results themselves")
-    with _problems_end_it():
+    with problems_end_it():
         options = ReportOptions(title=title or f"Rollouts of {results.name}", trajectories=trajectories)
         written = write_report(ResultsReader(results), out, options)
     typer.echo(
@@ -300,7 +307,8 @@ def bad_usage(message: str) -> NoReturn:
 
 
 @contextmanager
-def _problems_end_it() -> Iterator[None]:
+def problems_end_it() -> Iterator[None]:
+    """Turn what a command may meet into a sentence and an exit status."""
     from producer.contract import InvalidRequestError
     from producer.errors import FleetError, RunBrokenError
     from producer.files.errors import ResultsFileError, TasksFileError

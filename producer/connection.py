@@ -263,9 +263,13 @@ class FleetConnection:
         data = request.to_json()
         position = 1 + _BEFORE_RECORDS.index(broker.queue_key(request.priority))
         base = broker.pending_base(request.priority)
-        message = self._wakeup(request.priority).render(request.rollout_id)
+        message = self.message(request.rollout_id, request.priority)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
         return [*identity, position, base, message, *broker.record_fields(request)]
+
+    def message(self, rollout_id: str, priority: int) -> bytes:
+        """Return the message that wakes a worker for a rollout."""
+        return self._wakeup(priority).render(rollout_id)
 
     def _wakeup(self, priority: int) -> broker.WakeUp:
         step = broker.step_of(priority)

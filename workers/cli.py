@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from producer import operator_cli  # noqa: F401 - its commands
 from producer.cli import app
 from workers.init import become_init_if_first
 
