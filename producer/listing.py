@@ -17,7 +17,7 @@ from producer.operating import Listed
 from producer.worker_report import span
 
 _PIPE_WIDTH = 200
-_COLOURS = {"running": "green", "lapsed": "red", "delayed": "yellow", "pending": ""}
+_COLOURS = {"running": "green", "lapsed": "red", "delayed": "yellow", "parked": "yellow", "pending": ""}
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 

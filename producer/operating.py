@@ -27,6 +27,7 @@ class Where(StrEnum):
     RUNNING = "running"
     LAPSED = "lapsed"  #: its worker has stopped renewing its lease
     DELAYED = "delayed"  #: an attempt failed, and the next is due later
+    PARKED = "parked"  #: what it needs is limited, and taken
     PENDING = "pending"
 
 
@@ -37,6 +38,7 @@ class RetryAnswer(StrEnum):
     PENDING = "pending"  #: it is queued
     RUNNING = "running"
     UNKNOWN = "unknown"  #: Redis has no record of it
+    CLOSED = "closed"  #: its batch was cancelled for good
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,12 @@ class Operator:
         """Yield the rollouts that have not ended, those that run first, as they are found: there may be very many."""
         runs = await self._connection.call(self._runs)
         now = await self._connection.call(self._now_ms)
+        places = [place.decode() for place in await self._connection.call(partial(self._redis.smembers, broker.PLACES))]
         ranges = [
             (Where.RUNNING, broker.RUNNING, f"({now}", "+inf"),
             (Where.LAPSED, broker.RUNNING, "-inf", str(now)),
             (Where.DELAYED, broker.DELAYED, "-inf", "+inf"),
+            *((Where.PARKED, broker.parked_key(place), "-inf", "+inf") for place in places),
             (Where.PENDING, broker.PENDING, "-inf", "+inf"),
         ]
         for where, key, low, high in ranges:
@@ -153,7 +157,7 @@ class Operator:
 
     async def lines_of(self, rollout_id: str) -> list[dict[str, Any]]:
         """Return what living workers have logged of a rollout, the oldest line first."""
-        answers = await self.ask("logs", len(await self.workers()), id=rollout_id)
+        answers = await self.ask("logs", len(await self.workers()), rollout=rollout_id)
         return sorted((line for answer in answers for line in answer["lines"]), key=lambda line: line["time"])
 
     # -- acting --------------------------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ class Operator:
             ids = rollout_ids[start : start + CHUNK]
             priorities = await self._priorities(ids)
             keys = list(before)
-            args: list[Any] = [int(broker.RESULT_TTL.total_seconds()), len(before), broker.stream_key("")]
+            args: list[Any] = [int(broker.RESULT_TTL.total_seconds()), len(before)]
             for rollout_id, priority in zip(ids, priorities, strict=True):
                 keys += [broker.job_key(rollout_id), broker.result_key(rollout_id)]
                 args += [rollout_id, 1 + before.index(broker.queue_key(priority)), broker.pending_base(priority)]
@@ -200,9 +204,9 @@ class Operator:
     async def ask(self, what: str, answers: int, **fields: str) -> list[dict[str, Any]]:
         """Ask all workers; returns when there are so many ``answers``, or after `PATIENCE` seconds."""
         token = uuid.uuid4().hex
-        entry: dict[Any, Any] = {"what": what, "token": token} | fields
+        entry: dict[Any, Any] = {"id": "", "what": what, "ask": token} | fields
         await self._connection.call(
-            lambda: self._redis.xadd(broker.QUESTIONS, entry, maxlen=broker.QUESTIONS_KEPT, approximate=True)
+            partial(self._redis.xadd, broker.CANCELS, entry, maxlen=broker.EVENTS_KEPT, approximate=True)
         )
         key, found = broker.answer_key(token), list[dict[str, Any]]()
         clock = asyncio.get_running_loop().time

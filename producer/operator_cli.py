@@ -45,7 +45,7 @@ Worker = Annotated[str, typer.Argument(help="A worker's name, as `rollouts statu
 @app.command(rich_help_panel=PANEL)
 def ps(
     where: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="running, lapsed, delayed or pending.")
+        str | None, typer.Option("--state", metavar="STATE", help="running, lapsed, delayed, parked or pending.")
     ] = None,
     batch: Annotated[str | None, typer.Option(metavar="BATCH", help="Only of this batch.")] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only of this group.")] = None,

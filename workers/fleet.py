@@ -53,6 +53,7 @@ from workers.stores import connected
 from workers.sweep import sweep
 from workers.systems import WorkerSystems
 from workers.telemetry import about_attempt, recent_lines
+from workers.tracing import tracing
 from workers.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Fleet:
             hooks = ThreadPoolExecutor(self.settings.hook_threads, thread_name_prefix="hook")
             asyncio.get_running_loop().set_default_executor(hooks)  # where `asyncio.to_thread` runs plain hooks
             self.ledger = Ledger(self.store.client, lease_ttl=self.settings.lease_ttl)
+            self.spans = stack.enter_context(tracing(self.settings, self.worker))
             await self._when_redis_answers(None, self._require_redis)
             fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
@@ -237,7 +239,7 @@ class Fleet:
         self.breaker.watch(rollout)
         self._running[claim.rollout_id] = rollout
         try:
-            with about_attempt(rollout):
+            with about_attempt(rollout), self.spans.attempt(rollout, claim):
                 await self._run_on_ledger(rollout, environment, systems)
         except asyncio.CancelledError:
             # A shutdown that comes while a finished attempt is cleaned up has ended nothing: its result counts.
@@ -254,6 +256,7 @@ class Fleet:
             rollout.failed_attempts = await self._when_redis_answers(
                 claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id)
             )
+        self.spans.ended(rollout, claim, condition)
         return rollout.result(condition)
 
     async def _run_on_ledger(self, rollout: Rollout, environment: Environment, systems: Systems) -> None:

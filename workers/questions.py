@@ -53,7 +53,7 @@ class Questions:
             case None:
                 self._progress(token, fields["rollouts"].split())
             case "logs":
-                self._reply(token, {"lines": self._recent.of(fields["id"])})
+                self._reply(token, {"lines": self._recent.of(fields["rollout"])})
             case "drain":
                 logger.warning("an operator has this worker drain", extra={"stage": "drain"})
                 self._reply(token, {"draining": True})

@@ -129,6 +129,9 @@ class WorkerSettings(BaseSettings):
         default=None,
         description="What /metrics wants there as a bearer token; needed on other addresses than loopback.",
     )
+    tracing: bool = Field(
+        default=False, description="True: a trace of each rollout goes to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)."
+    )
     log_format: LogFormat = Field(
         default=LogFormat.AUTO, description="auto: log lines for people in a terminal, else JSON; or human, or json."
     )

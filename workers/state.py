@@ -113,6 +113,7 @@ class Rollout:
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     on_phase: Callable[[Rollout, Phase], None] | None = field(default=None, repr=False)
+    on_phase_end: Callable[[Phase, float], None] | None = field(default=None, repr=False)
     #: When it began, in `time.monotonic` seconds.
     began: float = field(default_factory=time.monotonic)
 
@@ -146,6 +147,12 @@ class Rollout:
         self.phase_since = time.time()
         if self.on_phase:
             self.on_phase(self, phase)
+
+    def note_duration(self, phase: Phase, seconds: float) -> None:
+        """Note for how long the attempt was in ``phase``, which has ended."""
+        self.durations[phase.value] = seconds
+        if self.on_phase_end:
+            self.on_phase_end(phase, seconds)
 
     def fail(self, error: ErrorInfo) -> None:
         """Record ``error`` unless an earlier one is recorded: the first is the cause, later ones follow from it."""

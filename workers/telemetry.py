@@ -166,6 +166,7 @@ def configure_logging(
     # Not shown, so not worth looking up for every line (the logging HOWTO's "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
+    logging.captureWarnings(True)
     root = logging.getLogger()
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -39,7 +39,7 @@ class Fleet:
 
     def claim(self, rollout_id: str, worker: str = "w1@a", lease_ms: int = 60_000) -> int:
         keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        return int(self.claim_script(keys=keys, args=[rollout_id, worker, lease_ms, 1000, ""])[1])
+        return int(self.claim_script(keys=keys, args=[rollout_id, worker, lease_ms, 1000, "", b"message"])[1])
 
     def end(self, rollout_id: str, attempt: int, batch: str = "default", outcome: str = "has_error") -> None:
         keys = [broker.job_key(rollout_id), broker.RUNNING, broker.stream_key(batch), broker.result_key(rollout_id)]
