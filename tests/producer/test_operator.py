@@ -114,6 +114,16 @@ def test_ps_takes_what_is_asked_for_and_says_when_there_are_more(fleet: Fleet) -
     assert fleet.run("ps", "--state", "wrong").exit_code == 2
 
 
+def test_ps_lists_what_waits_for_something_limited(fleet: Fleet) -> None:
+    fleet.submit("r1", "r2")
+    fleet.client.zrem(broker.PENDING, "r1")
+    fleet.client.sadd(broker.PLACES, "env:math")
+    fleet.client.zadd(broker.parked_key("env:math"), {"r1": 1})
+
+    found = fleet.json("ps")["rollouts"]
+    assert [(one["rollout_id"], one["where"]) for one in found] == [("r1", "parked"), ("r2", "pending")]
+
+
 # -- cancel and retry --------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +172,15 @@ def test_retry_wakes_what_waits_for_a_delay_and_leaves_the_rest_alone(fleet: Fle
     assert fleet.client.zcard(broker.DELAYED) == 0
     assert fleet.client.zscore(broker.PENDING, "later") > 0
     assert fleet.state("runs") == "running"
+
+
+def test_a_batch_that_was_cancelled_for_good_is_not_retried(fleet: Fleet) -> None:
+    fleet.submit("r1", batch_id="b")
+    fleet.end("r1", fleet.claim("r1"), "b")
+    fleet.client.set(broker.tombstone_key("b"), 1)
+
+    ended = fleet.run("retry", "r1")
+    assert (ended.exit_code, ended.stdout, fleet.state("r1")) == (1, "closed     r1\n", "done")
 
 
 def test_a_cancelled_rollout_that_is_retried_is_not_cancelled_again(fleet: Fleet) -> None:
