@@ -104,7 +104,6 @@ def run(
     Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
     Redis, and nothing runs; 130 interrupted.
     """
-    from producer.files.lines import STDIN
     from producer.files.mapping import ColumnMapping
     from producer.files.output import prepare_results
     from producer.files.record import Run, recall, remember
@@ -127,14 +126,12 @@ def run(
             file = _harbor_tasks(tasks, harbor, agent, defaults, samples)
         if mapping.left_out:
             typer.echo(f"columns that are left out: {', '.join(sorted(mapping.left_out))}", err=True)
-        if file.path != STDIN and out.exists() and out.samefile(file.path):
-            bad_usage(f"--out {out} is the file of tasks itself")
+        _refuse_same(out, file)
         results = prepare_results(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
+        one = Run(run_batch_id(file.path))
         if resume:
             _refuse_changed(out, file, results)
-        earlier = recall(out) if resume else None
-        one = earlier or Run(run_batch_id(file.path))
-        one = one.resumed() if resume else one
+            one = (recall(out) or one).resumed()
         left = file.left(results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
@@ -257,6 +254,13 @@ def _harbor_tasks(
 
 def _tell_checked(count: int) -> None:
     typer.echo(f"{count} tasks checked", err=True)
+
+
+def _refuse_same(out: Path, file: TasksFile) -> None:
+    from producer.files.lines import STDIN
+
+    if file.path != STDIN and out.exists() and out.samefile(file.path):
+        bad_usage(f"--out {out} is the file of tasks itself")
 
 
 def _refuse_changed(out: Path, file: TasksFile, results: ResultsOutput) -> None:
