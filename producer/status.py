@@ -213,7 +213,7 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         pipe.zcount(broker.RUNNING, f"({now}", "+inf")
         pipe.zcount(broker.RUNNING, "-inf", now)
         pipe.hlen(broker.LEDGER)
-        pipe.get(broker.STRAYS)
+        pipe.hvals(broker.STRAYS)
         bases = [broker.pending_base(step) for step in broker.PRIORITY_STEPS]
         for base in bases:  # what was put to the front of its list has no time
             span_of_list = f"({base}", f"({base + broker.LIST_SPAN}"
@@ -225,7 +225,7 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         labels = [*(f"priority {step}" for step in broker.PRIORITY_STEPS), "maintenance"]
         queues = dict(zip(labels, counts, strict=False))
         workers = [_report(name, report) for name, report in zip(names, reports, strict=True)]
-        counts.append(entries + int(strays or 0))
+        counts.append(entries + sum(map(int, strays)))
         pending, delayed, running, lapsed, leaked = counts[len(labels) :]
         counted = pending, delayed, running, lapsed, leaked, oldest
         return FleetStatus(redact(connection.url), workers, queues, *counted, now=now / 1000)

@@ -17,6 +17,7 @@ import orjson
 import redis
 
 from producer import broker
+from producer.server import what_redis_does
 from workers.instruments import LEASE_LOSSES, LEASE_RENEWALS
 from workers.jobs import JobStore, Renewal
 from workers.loop_watch import LoopWatch
@@ -130,7 +131,7 @@ class LeaseKeeper(threading.Thread):
                 self._watch_cancels(due)
             except redis.RedisError as error:
                 # Redis is away, restarting, or loading. Leases lapse there and are simply renewed when it is back.
-                logger.warning("Redis does not answer, leases wait: %s", error, extra={"stage": "lease_wait"})
+                logger.warning("leases wait, %s: %s", what_redis_does(error), error, extra={"stage": "lease_wait"})
                 due = 0.0
                 self._stopping.wait(min(1.0, self.interval))
             except Exception:

@@ -109,7 +109,10 @@ def test_a_creation_that_is_cancelled_while_it_queues_asks_for_nothing(prime: Pr
     prime.run(body, creates_per_minute=1, concurrent_creates=1)
 
 
-def test_waiting_in_our_own_queue_stops_the_phases_deadline(prime: Prime, spec: Spec) -> None:
+def test_waiting_in_our_own_queue_stops_the_phases_deadline(
+    prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime_client, "CREATE_LIMIT", 30.0)
     prime.fault("create_sandbox", delay=2.0)
 
     async def one(sandboxes: PrimeSandboxes, seconds: float) -> None:
