@@ -106,7 +106,7 @@ class LostData(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         client = self.store.client
-        self.saved = {key: (client.dump(key), max(0, client.pttl(key))) for key in client.keys()}
+        self.saved = {key: (client.dump(key), max(0, client.pttl(key))) for key in client.scan_iter()}
 
     @rule()
     def lose(self) -> None:
