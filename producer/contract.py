@@ -285,7 +285,9 @@ class RolloutResult(_Frozen):
     The first block of fields are the state keys of the rollout gateway mixin, under their own names. ``trajectory`` is
     a list of steps ``{prompt, completion, tokens, reward, advantage, is_truncated, trajectory_id, extras}`` with
     ``tokens`` either null or ``{prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs,
-    overlong_prompt, is_truncated, routed_experts}``, as the gateway recorded them. ``durations`` are seconds per phase.
+    overlong_prompt, is_truncated, routed_experts}``, as the gateway recorded them. ``integrity`` is what the bundled
+    gateway checked of it (``ok``, ``problems``, ``partings``, ``branches``, ``unchecked``), None where no gateway told:
+    a trainer leaves out what is not ``ok``. ``durations`` are seconds per phase.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -305,6 +307,7 @@ class RolloutResult(_Frozen):
     prompt: list[Message] = Field(default_factory=list)
     completion: list[Message] = Field(default_factory=list)
     is_truncated: bool = False
+    integrity: dict[str, Any] | None = None
     stop_condition: StopCondition
     error: ErrorInfo | None = None
     timing: Timing = Field(default_factory=Timing)

@@ -22,7 +22,7 @@ from rich.text import Text
 from producer.contract import ErrorInfo, RolloutResult, StopCondition
 from producer.files.errors import ResultsFileError
 from producer.files.read import Brief, ResultsReader, token_counts
-from producer.trajectory import Said, Turn, turns_of, turns_of_steps
+from producer.trajectory import Said, Turn, integrity_of, turns_of, turns_of_steps
 
 #: What tables can be sorted by.
 SORTS: dict[str, Callable[[Brief], Any]] = {
@@ -247,6 +247,8 @@ def _show_head(result: RolloutResult, page: _Page) -> None:
     prompt, completion = token_counts(result)
     truncated = ", truncated" if result.is_truncated else ""
     page.fact("turns", f"{len(result.trajectory)}{truncated}; {prompt} prompt and {completion} completion tokens")
+    if integrity := integrity_of(result):
+        page.fact("integrity", integrity)
     page.fact("attempt", f"{result.attempt} on {result.worker or '-'}")
     if result.agent_exit_code is not None:
         page.fact("exit code", result.agent_exit_code)

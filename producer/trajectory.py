@@ -13,6 +13,8 @@ import orjson
 
 from producer.contract import RolloutResult, Step
 
+_PROBLEMS_SHOWN = 5
+
 
 @dataclass(frozen=True)
 class Call:
@@ -49,6 +51,30 @@ class Turn:
     is_truncated: bool = False
     reward: float | None = None
     extras: dict[str, Any] = field(default_factory=dict)
+
+
+def integrity_of(result: RolloutResult) -> str | None:
+    """Return in words whether the record can be trained on, and why not; None when no gateway told."""
+    told = result.integrity
+    if told is None:
+        return None
+    given, branches = told.get("problems"), told.get("branches")
+    problems = [_problem(each) for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    parts = ["ok" if told.get("ok") is True else "not ok"]
+    if problems:
+        more = f" and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        parts.append(", ".join(problems[:_PROBLEMS_SHOWN]) + more)
+    if isinstance(branches, list) and len(branches) > 1:
+        parts.append(f"{len(branches)} branches")
+    return "; ".join(parts)
+
+
+def _problem(problem: dict[str, Any]) -> str:
+    kind = str(problem.get("kind"))[:100].replace("_", " ")
+    turn = problem.get("turn")
+    where = f" in turn {turn + 1}" if isinstance(turn, int) else ""
+    detail = f" ({str(problem['detail'])[:200]})" if problem.get("detail") else ""
+    return f"{kind}{where}{detail}"
 
 
 def turns_of(result: RolloutResult) -> list[Turn]:

@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "go"}]
 
 
 def call() -> None:
-    """Make one call by hand: hundreds of these agents run at once, and `http.client` takes longer to import than this."""
+    """Make one call by hand: hundreds of these agents run at once, and `http.client` takes long to import."""
     host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
     name, _, port = host.partition(":")
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": MESSAGES, "max_tokens": 8})

@@ -184,6 +184,7 @@ def record_trajectory(rollout: Rollout, trajectory: Trajectory) -> None:
     rollout.prompt = trajectory.prompt
     rollout.completion = trajectory.completion
     rollout.is_truncated = trajectory.is_truncated
+    rollout.integrity = trajectory.integrity or None
     rollout.metrics["model_calls"] = float(trajectory.num_turns)
     rollout.metrics["failed_model_calls"] = float(trajectory.failed_calls)
 

@@ -27,7 +27,18 @@ from workers.sandboxes.base import Sandbox
 _COPIED = (
     *("gateway_url", "rollout_base_url", "tunnel_url", "tunnel_local_addr", "tunnel_id", "sandbox_id"),
     *("agent_completed", "agent_timed_out", "agent_exit_code"),
-    *("trajectory", "completion", "is_truncated", "reward", "metrics", "error", "attempt", "worker", "durations"),
+    *(
+        "trajectory",
+        "completion",
+        "is_truncated",
+        "integrity",
+        "reward",
+        "metrics",
+        "error",
+        "attempt",
+        "worker",
+        "durations",
+    ),
 )
 
 
@@ -82,6 +93,7 @@ class Rollout:
     prompt: list[Message] = field(default_factory=list)
     completion: list[Message] = field(default_factory=list)
     is_truncated: bool = False
+    integrity: dict[str, Any] | None = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -20,7 +20,7 @@ from producer.files.read import ResultsReader
 from producer.report import plots
 from producer.report.stats import MAX_ROWS, Stats, mean, percentile
 from producer.show import one_line, safe
-from producer.trajectory import Said, Turn, turns_of, turns_of_steps
+from producer.trajectory import Said, Turn, integrity_of, turns_of, turns_of_steps
 
 HERE = Path(__file__).parent
 #: Characters of one text in the page; those of a rollout that is too big are cut shorter, until it fits.
@@ -252,6 +252,8 @@ def _result_facts(result: RolloutResult) -> Iterator[tuple[str, Any]]:
         yield "exit code", result.agent_exit_code
     if result.is_truncated:
         yield "truncated", "yes"
+    if integrity := integrity_of(result):
+        yield "integrity", integrity
     for name, seconds in list(result.durations.items())[:20]:
         yield name[:60], plots.duration(seconds) if seconds >= 0 else seconds
     for warning in result.warnings[:10]:

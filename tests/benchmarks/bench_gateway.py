@@ -8,7 +8,8 @@ them share these: only ratios inside one run mean anything.
 
 ``calls``: rounds of ``direct``, ``ours``, ``journal`` (ours, with a journal) and ``peer`` in turn, at 32 clients and
 at 1. ``streams``: 1,000 streams of 50 tokens a second at a time, direct and through ours; the latency of a chunk is the
-time from the model server's write to the load generator's read. ``memory``: rollouts of 50 turns whose prompt grows to
+time from the model server's write to the load generator's read. ``first``: the time from a request to a stream's first
+event, direct and through ours, one stream at a time. ``memory``: rollouts of 50 turns whose prompt grows to
 32k tokens. The peer is installed into a virtual environment at first use (``--venv``).
 """
 
@@ -228,6 +229,30 @@ def bench_streams(given: argparse.Namespace) -> None:
     )
 
 
+def bench_first(given: argparse.Namespace) -> None:
+    """Measure how much later than the model server's own a stream's first event is, in rounds of both.
+
+    One stream at a time: more, without a pause between them, would wait for the gateway's CPU and nothing else.
+    """
+    rounds: dict[str, list[dict[str, Any]]] = {"direct": [], "ours": []}
+    with model_server("--tokens", "4", "--rate", "1000") as (model_port, model), our_gateway(model_port, 1) as ours:
+        targets = {
+            "direct": Target(model_port, "/v1/chat/completions"),
+            "ours": Target(*_first(ours, "/v1/rollouts/r-{n}/chat/completions")),
+        }
+        for _ in range(given.rounds):
+            for name, target in targets.items():
+                rounds[name].append(measured("first", target, model, 1, max(10, given.calls // 8)))
+                report("gateway_first", target=name, clients=1, **rounds[name][-1])
+
+    def added(of: str) -> float:
+        pairs = zip(rounds["ours"], rounds["direct"], strict=True)
+        return statistics.median(mine[of] - alone[of] for mine, alone in pairs)
+
+    errors = sum(each["errors"] for group in rounds.values() for each in group)
+    report("gateway_first_added", p50_ms=added("p50_ms"), p99_ms=added("p99_ms"), required_ms=2, errors=errors)
+
+
 def bench_memory(given: argparse.Namespace) -> None:
     """Measure rollouts of 50 turns, each prompt the whole conversation before it and 400 tokens more, to 32k."""
     from gateway_parts.memory import rollouts
@@ -243,15 +268,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=500, help="Chunks of each stream (500).")
     parser.add_argument("--memory-rollouts", type=int, default=20, help="Rollouts whose memory is measured (20).")
     parser.add_argument("--no-peer", action="store_true", help="Leave the peer out.")
-    parser.add_argument("--only", choices=["calls", "streams", "memory"], help="One of the three.")
+    parser.add_argument("--only", choices=["calls", "first", "streams", "memory"], help="One of them.")
     parser.add_argument("--venv", type=Path, default=default_venv("peer-gateway"), help="Where the peer is installed.")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run all three, or the one that was asked for."""
+    """Run all of them, or the one that was asked for."""
     given = arguments()
-    parts = {"calls": bench_calls, "streams": bench_streams, "memory": bench_memory}
+    parts = {"calls": bench_calls, "first": bench_first, "streams": bench_streams, "memory": bench_memory}
     for name, part in parts.items():
         if given.only in {None, name}:
             part(given)

@@ -23,7 +23,7 @@ from producer.files.read import ResultsReader
 from producer.report import ReportOptions, plots, write_report
 from producer.report.page import in_script
 from producer.report.stats import MAX_ROWS, Stats
-from producer.show import SORTS, safe, show_result
+from producer.show import SORTS, find, safe, show_result
 from producer.trajectory import turns_of_steps
 
 #: What a hostile model might write.
@@ -161,6 +161,26 @@ def test_a_trajectory_is_printed_turn_by_turn(save):
         shown.index(words) for words in ("be brief", "let me look", "→ bash", '"command": "ls"', "a.txt", "a file")
     ]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"ok": True, "problems": [], "branches": [[0, 1]]}, "ok"),
+        ({"ok": False, "problems": [{"turn": 1, "kind": "retokenised", "token": 7}]}, "not ok; retokenised in turn 2"),
+        ({"ok": False, "problems": [{"kind": "no_tokens"}], "branches": [[0], [1]]}, "not ok; no tokens; 2 branches"),
+        (
+            {"ok": False, "problems": [{"kind": "unseen_answer"}] * 7},
+            f"not ok; {', '.join(['unseen answer'] * 5)} and 2 more",
+        ),
+        ({"ok": "yes", "problems": 5, "branches": None}, "not ok"),
+    ],
+)
+def test_what_the_gateway_checked_is_printed_and_kept(save, page, told, words):
+    path = save(make(7, integrity=told))
+    assert re.search(rf"integrity  {words}\n", show(path, "batch-7-0"))
+    assert find(ResultsReader(path), "batch-7-0").integrity == told
+    assert ["integrity", words] in page(make(7, integrity=told)).data["details"]["0"]["facts"]
 
 
 def test_failures_are_printed_with_their_words_and_earlier_attempts(save):

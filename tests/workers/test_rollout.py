@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import workers.rollout
-from producer.contract import ErrorKind, Phase, RolloutRequest, StopCondition
+from producer.contract import ErrorKind, Phase, RolloutRequest, RolloutResult, StopCondition
 from workers.environment import Environment
 from workers.errors import GatewayError, SandboxError, TunnelError
 from workers.gateway.protocol import Progress, Registration, Trajectory
@@ -36,6 +36,7 @@ class World:
         self.held: set[str] = set()
         self.turns = 2
         self.failures: list[dict[str, Any]] = []
+        self.integrity: dict[str, Any] = {}
         self.progresses: list[dict[str, Any]] = [{}]
         self.exit_code = 0
         self.agent_ends = asyncio.Event()
@@ -81,6 +82,7 @@ class World:
                 "prompt": [{"role": "user", "content": "seen"}] if self.turns else [],
                 "trajectory": [STEP] * self.turns,
                 "failures": self.failures,
+                "integrity": self.integrity,
             }
         )
 
@@ -187,6 +189,15 @@ async def go(
     await run_rollout(rollout, environment or Scored(), Systems(world, world, world, limits=limits or Limits()))
 
 
+def test_what_the_gateway_checked_is_in_the_result() -> None:
+    world = World()
+    world.integrity = {"ok": False, "problems": [{"turn": 1, "kind": "retokenised", "token": 7}], "branches": [[0, 1]]}
+    rollout = run(world, attempt_of())
+    result = rollout.result()
+    assert result.integrity == world.integrity
+    assert RolloutResult.parse(result.to_json()).integrity == world.integrity
+
+
 def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> None:
     world = World()
     rollout = run(world, attempt_of())
@@ -195,6 +206,7 @@ def test_a_rollout_completes_and_everything_is_released_in_reverse_order() -> No
     assert result.stop_condition is StopCondition.COMPLETED
     assert result.reward == 42.0
     assert result.metrics == {"reward": 42.0, "turns": 2.0, "model_calls": 2.0, "failed_model_calls": 0.0}
+    assert result.integrity is None, "a gateway that does not tell"
     assert (result.agent_exit_code, result.agent_stdout, result.agent_completed) == (0, "out", True)
     assert result.rollout_base_url == f"http://tunnel.test/v1/rollouts/{result.rollout_id}"
     assert (result.tunnel_id, result.tunnel_local_addr, result.sandbox_id) == ("tn-1", "gateway", "sb-1")

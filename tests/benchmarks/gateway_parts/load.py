@@ -1,7 +1,8 @@
 """The load generator of `bench_gateway`: bare protocols on uvloop, one connection a client; prints one JSON line.
 
 ``calls``: each client makes its next call when the one before is answered. ``streams``: each client reads one stream;
-the latency of a chunk is the time since the model server wrote it (see ``model``).
+the latency of a chunk is the time since the model server wrote it (see ``model``). ``first``: each client reads streams
+one after the other; what is measured is the time from its request to the first event.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ STAMP = re.compile(rb'"@([0-9.]+)"')
 class Client(asyncio.Protocol):
     """One connection; ``done`` is set when all its calls are answered."""
 
-    def __init__(self, request: bytes, calls: int, found: list[float], streaming: bool) -> None:
-        self.request, self.calls, self.found, self.streaming = request, calls, found, streaming
+    def __init__(self, request: bytes, calls: int, found: list[float], mode: str) -> None:
+        self.request, self.calls, self.found = request, calls, found
+        self.take = {"calls": self._call, "streams": self._stream, "first": self._first}[mode]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.buffer, self.wanted, self.errors = b"", -1, 0
 
@@ -36,10 +38,16 @@ class Client(asyncio.Protocol):
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        if self.streaming:
-            self._stream(data)
-        else:
-            self._call(data)
+        self.take(data)
+
+    def _first(self, data: bytes) -> None:
+        if self.wanted < 0 and b"data: " in data:
+            self.found.append(time.monotonic() - self.sent)
+            self.wanted = 0
+        self.buffer = self.buffer[-64:] + data
+        if self.buffer.endswith(b"0\r\n\r\n") and b"data: [DONE]" in self.buffer:
+            self.buffer, self.wanted = b"", -1
+            self._next()
 
     def _stream(self, data: bytes) -> None:
         now = time.monotonic()
@@ -63,6 +71,9 @@ class Client(asyncio.Protocol):
             return
         self.found.append(time.monotonic() - self.sent)
         self.buffer, self.wanted = b"", -1
+        self._next()
+
+    def _next(self) -> None:
         self.calls -= 1
         if self.calls:
             self.start()
@@ -93,10 +104,10 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
     paths = [given.path.replace("{n}", str(n)) for n in range(given.clients)]
     clients = []
     for path in paths:
-        content = request(f"127.0.0.1:{given.port}", path, given.mode == "streams", given.key)
+        content = request(f"127.0.0.1:{given.port}", path, given.mode != "calls", given.key)
 
         def make(content: bytes = content) -> Client:
-            return Client(content, given.calls, found, given.mode == "streams")
+            return Client(content, given.calls, found, given.mode)
 
         clients.append((await loop.create_connection(make, "127.0.0.1", given.port))[1])
     began, cpu = time.monotonic(), time.process_time()
@@ -126,7 +137,7 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["calls", "streams"])
+    parser.add_argument("mode", choices=["calls", "streams", "first"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--path", default="/v1/chat/completions", help="{n} is the client's number")
     parser.add_argument("--clients", type=int, default=32)

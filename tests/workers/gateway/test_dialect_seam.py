@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -40,18 +40,24 @@ class ShoutNative:
 
     path = "/shout"
 
-    def body(self, body: JsonObject, registration: Registration) -> JsonObject:
-        return body | {"model": registration.model}
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"x-volume": "11"}
+
+    def body(self, call: Call, registration: Registration, *, ask_tokens: bool) -> JsonObject | None:
+        return None if call.state.get("whisper") else call.state | {"model": registration.model}
+
+    def is_last(self, data: bytes) -> bool:
+        return data == b'{"shout":"!"}'
 
     def completion(self, answer: JsonObject) -> JsonObject:
         if "shout" not in answer:
             raise UpstreamError(502, "no shout in it", "upstream_malformed")
         message = {"role": "assistant", "content": answer["shout"]}
-        return {"choices": [{"message": message, "finish_reason": "stop"}]}
+        return {"id": "shout-native", "choices": [{"message": message, "finish_reason": "stop"}]}
 
-    def assembled(self, events: Iterable[bytes]) -> JsonObject:
+    def assembled(self, events: Sequence[bytes], *, partial: bool = False) -> JsonObject:
         words = [orjson.loads(each)["shout"] for each in events]
-        if not words or words[-1] != "!":
+        if not words or (words[-1] != "!" and not partial):
             raise UpstreamError(502, "it did not end", "upstream_disconnected")
         return {"shout": "".join(words)}
 
@@ -69,14 +75,15 @@ class Shout:
 
     def read(self, body: bytes, earlier: Earlier) -> Call:
         fields = parse_object(body)
-        before = earlier(fields["after"]) if "after" in fields else []
+        before = earlier(fields["after"]) if "after" in fields else ([], {})
         if before is None:
             raise GatewayRefusal(400, "nothing was said before")
-        messages = [*before, {"role": "user", "content": fields["say"]}]
+        messages = [*before[0], {"role": "user", "content": fields["say"]}]
         return Call(
             chat={"messages": messages, "temperature": 0.5},
             stream=bool(fields.get("stream")),
             answer_id=f"shout-{fields['say']}",
+            state=fields,
             notes={"volume": 11},
         )
 
@@ -197,6 +204,7 @@ def test_an_agent_that_leaves_leaves_a_partial_step(
             if b": shh" in whole:
                 break
     assert event("B") in whole
+    wait_until(lambda: shouter.trajectory(rollout)["trajectory"])
     step = shouter.trajectory(rollout)["trajectory"][0]
     gate.set()
     assert (step["completion"][0]["content"], step["extras"]["partial"]) == ("ab", True)
@@ -226,7 +234,7 @@ def native(serve: Callable[[Any], Any], gateway_with: Callable[..., Any], model:
 
     own.app.router.routes.append(Route("/v1/shout", answer, methods=["POST"]))
     own.words = ["N", "A", "!"]
-    gateway = gateway_with(upstream=serve(own.app).url, native=frozenset({"shout"}))
+    gateway = gateway_with(upstream=serve(own.app).url, native=["shout"])
     gateway.own = own
     return gateway
 

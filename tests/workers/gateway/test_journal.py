@@ -73,10 +73,8 @@ def test_what_was_recorded_is_known_after_a_restart(tmp_path: Path) -> None:
     journal.close()
     again, restored = opened(tmp_path)
     assert whole(restored) == known
-    assert restored.get("r-1").earlier("a-0") == [
-        {"role": "user", "content": "turn 0"},
-        {"role": "assistant", "content": "answer 0"},
-    ]
+    earlier = [{"role": "user", "content": "turn 0"}, {"role": "assistant", "content": "answer 0"}]
+    assert restored.get("r-1").earlier("a-0") == (earlier, {"note": 0})
     again.close()
 
 

@@ -50,6 +50,17 @@ def malformed(reason: str) -> UpstreamError:
     )
 
 
+def stream_failed(said: str) -> UpstreamError:
+    """Return the error of an upstream that sent an error in its stream."""
+    return UpstreamError(502, f"The model's server failed in the middle of its stream: {said}", "upstream_error")
+
+
+def ended_early(chunks: int) -> UpstreamError:
+    """Return the error of a stream that ended without an end."""
+    message = f"The model's server ended its stream early, after {chunks} chunks."
+    return UpstreamError(502, message, "upstream_disconnected")
+
+
 def normalise(message: Message) -> Message:
     """Return a conversation's message in a trajectory's shape: assistants' have explicit nulls and flat tool calls."""
     if message.get("role") != "assistant":

@@ -8,7 +8,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from workers.gateway.server.admin import Admin, is_inner_host
 from workers.gateway.server.calls import CallSettings, ModelCalls
 from workers.gateway.server.control import Control
 from workers.gateway.server.dialects import Dialect, JsonObject, Side, SideCall
-from workers.gateway.server.dialects.table import DIALECTS
+from workers.gateway.server.dialects.table import DIALECTS, natives
 from workers.gateway.server.errors import GatewayRefusal, UpstreamError, fault_message, unauthorized
 from workers.gateway.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
 from workers.gateway.server.gate import Gate
@@ -79,7 +79,7 @@ def create_app(
     journal: Path | None = None,
     data_parallel_size: int = 1,
     limits: UpstreamLimits | None = None,
-    native: frozenset[str] = frozenset(),
+    native: Iterable[str] = (),
     keep_alive: float = 15.0,
     pause_limit: float = 600.0,
     registration_ttl: float = REGISTRATION_TTL,
@@ -92,24 +92,27 @@ def create_app(
     ``upstream`` is an OpenAI-compatible server's base URL, or several; each counts ``data_parallel_size`` times, and is
     told the rank as ``X-data-parallel-rank``. ``upstream_timeout`` is the seconds without a byte after which a model
     call is given up; ``ask_tokens`` whether ``logprobs`` and ``return_token_ids`` are asked for, which a server that
-    refuses fields it does not know needs off; ``native`` names the dialects that the upstreams speak themselves. With
-    ``control_key``, it is wanted on everything but the model calls. ``journal`` is a directory of this process alone.
-    ``pause_limit`` bounds how long a paused call is held, ``registration_ttl`` how long a rollout is remembered that
-    nobody asks anything of. ``inner_hosts`` are host names under which ``/admin`` and ``/metrics`` answer too.
-    ``peers`` are the other processes that serve beside this one.
+    refuses fields it does not know needs off; ``native`` names the dialects that the upstreams speak themselves, or
+    that one of them does (``DIALECT@URL``). With ``control_key``, it is wanted on everything but the model calls.
+    ``journal`` is a directory of this process alone. ``pause_limit`` bounds how long a paused call is held,
+    ``registration_ttl`` how long a rollout is remembered that nobody asks anything of. ``inner_hosts`` are host names
+    under which ``/admin`` and ``/metrics`` answer too. ``peers`` are the other processes that serve beside this one.
 
     Raises:
-        ValueError: an upstream is no http(s) URL.
+        ValueError: an upstream is no http(s) URL, or ``native`` names no dialect or upstream.
         JournalError: the journal's directory cannot be used.
     """
     urls = [upstream] if isinstance(upstream, str) else upstream
-    upstreams = Upstreams(urls, upstream_api_key, upstream_timeout, ranks=data_parallel_size, limits=limits)
+    spoken = natives(native, urls, DIALECTS)
+    upstreams = Upstreams(
+        urls, upstream_api_key, upstream_timeout, ranks=data_parallel_size, limits=limits, native=spoken
+    )
     opened = Journal(journal) if journal else None
     recorder, gate = Recorder(opened, registration_ttl), Gate(pause_limit)
     state = State(
         recorder=recorder,
         upstreams=upstreams,
-        calls=ModelCalls(upstreams, gate, CallSettings(ask_tokens, native, keep_alive)),
+        calls=ModelCalls(upstreams, gate, CallSettings(ask_tokens, keep_alive)),
         gate=gate,
         journal=opened,
         instance=instance or secrets.token_hex(4),
@@ -212,18 +215,19 @@ class GatewayApp:
             await _models(exchange, self._agents_rollout(exchange, rollout_id))
         elif rest in self._sides:
             _only(exchange, "POST")
-            await self._side_call(exchange, self._agents_rollout(exchange, rollout_id), self._sides[rest][1])
+            await self._side_call(exchange, self._agents_rollout(exchange, rollout_id), *self._sides[rest])
         elif rest in {"", "/"}:
             _only(exchange, "GET")
             await exchange.json({})  # agents look whether somebody is there, without a key; they learn no more
         else:
             raise GatewayRefusal(404, "Not Found")
 
-    async def _side_call(self, exchange: Exchange, rollout: RecordedRollout, side: Side) -> None:
+    async def _side_call(self, exchange: Exchange, rollout: RecordedRollout, dialect: Dialect, side: Side) -> None:
         body = parse_object(await self.state.read_body(exchange))
 
         async def ask(path: str, content: JsonObject) -> JsonObject:
-            opened = await self.state.upstreams.open(rollout, path, orjson.dumps(content))
+            asked = path, orjson.dumps(content)
+            opened = await self.state.upstreams.open(rollout, lambda server: asked)
             try:
                 answer: JsonObject = orjson.loads(opened.answer.body())
             except orjson.JSONDecodeError as error:
@@ -234,7 +238,8 @@ class GatewayApp:
                 self.state.upstreams.close(opened)
             return answer
 
-        await exchange.json(await side(SideCall(rollout.registration, body, ask)))
+        native = all(dialect.name in server.native for server in self.state.upstreams.servers)
+        await exchange.json(await side(SideCall(rollout.registration, body, ask, native)))
 
     async def _answer_own(self, exchange: Exchange) -> None:
         route = self._own.get(exchange.path)

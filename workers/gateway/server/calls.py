@@ -10,18 +10,18 @@ from typing import Any
 import orjson
 
 from workers.gateway.server.answers import check_completion, read_answer, usage_counts
-from workers.gateway.server.dialects import Call, Dialect, JsonObject
+from workers.gateway.server.dialects import Call, Dialect, JsonObject, Native
 from workers.gateway.server.dialects.chat import PATH
 from workers.gateway.server.dialects.table import CHAT
 from workers.gateway.server.errors import UpstreamError
 from workers.gateway.server.exchange import Exchange
 from workers.gateway.server.gate import Gate
-from workers.gateway.server.jsonio import parse_object
 from workers.gateway.server.merge import upstream_fields, who_asked
 from workers.gateway.server.metrics import Metrics
 from workers.gateway.server.recorder import RecordedRollout
 from workers.gateway.server.scan import scan_answer
 from workers.gateway.server.turns import Answered, Payload
+from workers.gateway.server.upstream import ModelServer
 from workers.gateway.server.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -32,33 +32,49 @@ CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class CallSettings:
-    """``ask_tokens``: ask for token ids and logprobs. ``native``: dialects that the upstreams speak themselves.
+    """``ask_tokens``: ask for token ids and logprobs.
 
     ``keep_alive``: seconds of silence after which a stream's reader is told that it goes on.
     """
 
     ask_tokens: bool = True
-    native: frozenset[str] = frozenset()
     keep_alive: float = 15.0
 
 
 class ModelCall:
     """One call of an agent in one dialect; made when its request was read, and run once."""
 
-    def __init__(self, core: ModelCalls, rollout: RecordedRollout, dialect: Dialect, call: Call, body: bytes) -> None:
+    def __init__(self, core: ModelCalls, rollout: RecordedRollout, dialect: Dialect, call: Call) -> None:
         self.core = core
         self.rollout = rollout
         self.dialect = dialect
         self.call = call
-        self.is_native = dialect.native is not None and dialect.name in core.settings.native
-        self.path, self.sent = self._request(body)
+        self.native: Native | None = None  # once an upstream is chosen that speaks the dialect
+        self.sent = b""
+        self.fields = upstream_fields(
+            call.chat, rollout.registration, stream=call.stream, ask_tokens=core.settings.ask_tokens
+        )
         self.extras = self._extras()
         self.began = time.monotonic()
 
     @property
     def passes(self) -> bool:
         """Whether the upstream's bytes are the agent's."""
-        return self.is_native or self.dialect is CHAT
+        return self.native is not None or self.dialect is CHAT
+
+    def request(self, server: ModelServer) -> tuple[str, bytes]:
+        """Return the path and the body that ``server`` is asked with: in the agent's dialect if it speaks that."""
+        self.native = None
+        native = server.native.get(self.dialect.name)
+        if native is not None:
+            asked = native.body(self.call, self.rollout.registration, ask_tokens=self.core.settings.ask_tokens)
+            if asked is not None:
+                self.native, self.sent = native, orjson.dumps(asked)
+                return native.path, self.sent
+        if self.call.stream:
+            self.fields["stream"] = True
+        self.sent = orjson.dumps(self.fields)
+        return PATH, self.sent
 
     async def whole(self, exchange: Exchange) -> None:
         """Answer a call that is not streamed."""
@@ -82,14 +98,17 @@ class ModelCall:
         if gate.version is not None:
             self.extras["policy_version"] = gate.version
 
-    def record(self, payload: Payload, *, partial: bool = False) -> None:
-        """Record the call as answered."""
+    def record(self, payload: Payload, *, partial: bool = False, answer_id: str | None = None) -> None:
+        """Record the call as answered; ``answer_id`` is the answer's own, where the upstream gave it one."""
         version = self.core.gate.version
         if version is not None and version != self.extras.get("policy_version"):
             self.extras["policy_version_at_end"] = version  # the weights changed under it
         messages = self.call.chat["messages"]
         size = len(self.sent) + len(payload.data)
-        self.rollout.record(Answered(messages, payload, self.extras, self.call.answer_id, partial, size))
+        if self.native is not None:
+            self.extras["native"] = True
+        known_as = answer_id or self.call.answer_id
+        self.rollout.record(Answered(messages, payload, self.extras, known_as, partial, size))
 
     def count(self, prompt_tokens: int, completion_tokens: int, outcome: str = "answered") -> None:
         """Count the call in the metrics."""
@@ -110,7 +129,7 @@ class ModelCall:
         """Make the call, record it, and return the agent's answer."""
         await self.allowed()
         upstreams = self.core.upstreams
-        opened = await upstreams.open(self.rollout, self.path, self.sent)
+        opened = await upstreams.open(self.rollout, self.request)
         malformed: UpstreamError | None = None
         try:
             body = opened.answer.body()
@@ -127,34 +146,16 @@ class ModelCall:
             self.record(Payload.of(body))
             self.count(scan.prompt_tokens, scan.completion_tokens)
             return body
-        if self.is_native:
-            completion, answer = self.native_completion(_object(body)), body
+        if self.native is not None:
+            completion, answer = self.native.completion(_object(body)), body
+            check_completion(completion)
+            self.record(Payload.of(orjson.dumps(completion)), answer_id=completion.get("id"))
         else:
             completion = read_answer(body)
             answer = orjson.dumps(self.dialect.answer(self.call, completion))
-        self.record(Payload.of(orjson.dumps(completion)))
+            self.record(Payload.of(orjson.dumps(completion)))
         self.count(*usage_counts(completion))
         return answer
-
-    def native_completion(self, answer: JsonObject) -> JsonObject:
-        """Return a native answer as a chat completion; raises `UpstreamError`."""
-        assert self.dialect.native is not None  # noqa: S101 - `is_native` says so
-        completion = self.dialect.native.completion(answer)
-        check_completion(completion)
-        return completion
-
-    def _request(self, body: bytes) -> tuple[str, bytes]:
-        """Return the upstream's path, and what it is sent."""
-        registration = self.rollout.registration
-        if self.is_native:
-            assert self.dialect.native is not None  # noqa: S101 - `is_native` says so
-            self.fields = upstream_fields(self.call.chat, registration, stream=False, ask_tokens=False)
-            return self.dialect.native.path, orjson.dumps(self.dialect.native.body(parse_object(body), registration))
-        ask = self.core.settings.ask_tokens
-        self.fields = upstream_fields(self.call.chat, registration, stream=self.call.stream, ask_tokens=ask)
-        if self.call.stream:
-            self.fields["stream"] = True
-        return PATH, orjson.dumps(self.fields)
 
     def _extras(self) -> dict[str, Any]:
         extras = who_asked(self.call.chat, self.fields) | self.call.notes
@@ -172,7 +173,7 @@ class ModelCalls:
 
     def read(self, rollout: RecordedRollout, dialect: Dialect, body: bytes) -> ModelCall:
         """Read an agent's request; raises `GatewayRefusal`."""
-        return ModelCall(self, rollout, dialect, dialect.read(body, rollout.earlier), body)
+        return ModelCall(self, rollout, dialect, dialect.read(body, rollout.earlier))
 
 
 def _object(body: bytes) -> JsonObject:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import orjson
 import zstandard
 
-from workers.gateway.server.answers import malformed, usage_counts
+from workers.gateway.server.answers import check_completion, ended_early, malformed, stream_failed, usage_counts
 from workers.gateway.server.dialects import Call, Dialect, Native, StreamTranslator
 from workers.gateway.server.dialects.chat import wants_usage
 from workers.gateway.server.errors import GatewayRefusal, UpstreamError
@@ -30,12 +30,14 @@ class Passing(Protocol):
 
     ``done``: the upstream has said all there is to say. ``failure``: from here on what it says cannot be used.
     ``told``: its own last event tells the agent that it failed. ``usage``: prompt and completion tokens, by its count.
+    ``answer_id``: the answer's, where it has one of the upstream's.
     """
 
     done: bool
     failure: UpstreamError | None
     told: bool
     usage: tuple[int, int]
+    answer_id: str | None
 
     def begin(self) -> bytes:
         """Return what the agent gets first."""
@@ -108,6 +110,7 @@ class ChatPassing:
         self.failure: UpstreamError | None = None
         self.told = False
         self.usage = (0, 0)
+        self.answer_id: str | None = None
         self._dialect = dialect
         self._wants_usage = wants_usage(call.chat)
         self._splitter = EventSplitter()
@@ -192,6 +195,7 @@ class Translating:
         self.done = False
         self.failure: UpstreamError | None = None
         self.told = False
+        self.answer_id: str | None = None
         self._translator: StreamTranslator = dialect.translator(call)
         self._splitter = EventSplitter()
         self._assembler = CompletionAssembler()
@@ -267,6 +271,7 @@ class NativePassing:
         self.failure: UpstreamError | None = None
         self.told = False
         self.usage = (0, 0)
+        self.answer_id: str | None = None
         self._native = native
         self._translator = dialect.translator(call)
         self._splitter = EventSplitter()
@@ -290,8 +295,7 @@ class NativePassing:
 
     def check(self) -> None:
         """Raise unless the events make an answer."""
-        self._completion = self._native.completion(self._native.assembled(self._events))
-        self.usage = usage_counts(self._completion)
+        self._read(self._native.assembled(self._events))
 
     def end(self) -> bytes:
         """Return nothing: the upstream said it."""
@@ -308,22 +312,18 @@ class NativePassing:
     def partial(self) -> Payload | None:
         """Return the answer so far, if the events make any."""
         try:
-            self.check()
+            self._read(self._native.assembled(self._events, partial=True))
         except UpstreamError:
             return None
         return self.payload()
 
+    def _read(self, answer: dict[str, Any]) -> None:
+        self._completion = self._native.completion(answer)
+        check_completion(self._completion)
+        self.usage = usage_counts(self._completion)
+        self.answer_id = self._completion.get("id")
+
     def _keep(self, event: bytes) -> None:
         if (data := event_data(event)) is not None:
             self._events.append(data)
-
-
-def stream_failed(said: str) -> UpstreamError:
-    """Return the error of an upstream that sent an error in its stream."""
-    return UpstreamError(502, f"The model's server failed in the middle of its stream: {said}", "upstream_error")
-
-
-def ended_early(chunks: int) -> UpstreamError:
-    """Return the error of a stream that ended without an end."""
-    message = f"The model's server ended its stream early, after {chunks} chunks."
-    return UpstreamError(502, message, "upstream_disconnected")
+            self.done = self.told = self.done or self._native.is_last(data)

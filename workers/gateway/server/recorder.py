@@ -163,11 +163,11 @@ class RecordedRollout:
             for _ in range(2):  # two for each that comes, whosever they are: it cannot grow, and nobody waits long
                 next(iter(recorder.unsettled), self).settle_one()
 
-    def earlier(self, answer_id: str) -> list[Message] | None:
-        """Return the conversation up to and with an answer, as a chat request has it."""
+    def earlier(self, answer_id: str) -> tuple[list[Message], dict[str, Any]] | None:
+        """Return the conversation up to and with an answer, as a chat request has it, and that call's extras."""
         self.settle()
-        found = self.history.conversation(answer_id)
-        return None if found is None else [as_request(message) for message in found]
+        turn = self.history.answered(answer_id)
+        return None if turn is None else ([as_request(each) for each in [*turn.messages, turn.completion]], turn.extras)
 
     def cancel(self) -> None:
         """Refuse further calls; one in flight ends as usual and is recorded."""

@@ -24,7 +24,7 @@ class Relay:
     def __init__(self, call: ModelCall, exchange: Exchange) -> None:
         self._call = call
         self._exchange = exchange
-        self._passing = _passing(call)
+        self._passing: Passing = (ChatPassing if call.passes else Translating)(call.call, call.dialect)
         self._recorded = False
         self._sent_at = time.monotonic()
         self._first = True
@@ -53,7 +53,7 @@ class Relay:
             async with call.rollout.turn():
                 call.rollout.begin(call.call.chat["messages"])
                 await call.allowed()
-                opened = await call.core.upstreams.open(call.rollout, call.path, call.sent)
+                opened = await call.core.upstreams.open(call.rollout, call.request)
                 await self._held(opened)
         except GatewayRefusal as error:
             if isinstance(error, UpstreamError):
@@ -68,6 +68,8 @@ class Relay:
         """Pass on and record an open stream, and close it."""
         failure: UpstreamError | None = None
         try:
+            if self._call.native is not None:
+                self._passing = NativePassing(self._call.call, self._call.dialect, self._call.native)
             _check_stream(opened)
             await self._send(self._passing.begin())
             await self._pass_on(opened)
@@ -123,7 +125,7 @@ class Relay:
             return b""
         self._passing.check()
         self._recorded = True
-        self._call.record(self._passing.payload())
+        self._call.record(self._passing.payload(), answer_id=self._passing.answer_id)
         self._call.count(*self._passing.usage)
         return self._passing.end()
 
@@ -149,7 +151,7 @@ class Relay:
             self._finish()
         elif (payload := self._passing.partial()) is not None:
             self._recorded = True
-            self._call.record(payload, partial=True)
+            self._call.record(payload, partial=True, answer_id=self._passing.answer_id)
             self._call.count(*self._passing.usage, outcome="partial")
 
     async def _send(self, data: bytes) -> None:
@@ -165,10 +167,3 @@ def _check_stream(opened: Opened) -> None:
         kind = opened.answer.headers.get("content-type") or "no type"
         message = f"The model's server answered a streamed call with {kind}, not an event stream."
         raise UpstreamError(502, message, "upstream_malformed")
-
-
-def _passing(call: ModelCall) -> Passing:
-    if call.is_native:
-        assert call.dialect.native is not None  # noqa: S101 - `is_native` says so
-        return NativePassing(call.call, call.dialect, call.dialect.native)
-    return ChatPassing(call.call, call.dialect) if call.passes else Translating(call.call, call.dialect)

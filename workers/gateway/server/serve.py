@@ -38,7 +38,7 @@ class GatewaySettings(BaseSettings):
     upstream_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte that end a model call.")
     upstream_connections: int = Field(default=2048, ge=1, description="Model calls at one time at each model server.")
     data_parallel_size: int = Field(default=1, ge=1, description="Ranks of each model server (X-data-parallel-rank).")
-    native: str = Field(default="", description="Dialects that the model servers speak themselves.")
+    native: str = Field(default="", description="Dialects that the model servers speak too, or DIALECT@URL for one.")
     ask_tokens: bool = Field(default=True, description="Ask the model server for token ids and logprobs.")
     control_key: SecretStr | None = Field(default=None, description="Key of all but the model calls.")
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -101,7 +101,7 @@ def gateway_app(settings: GatewaySettings) -> GatewayApp:
         journal=settings.journal,
         data_parallel_size=settings.data_parallel_size,
         limits=UpstreamLimits(per_server=settings.upstream_connections),
-        native=frozenset(_listed(settings.native)),
+        native=_listed(settings.native),
         pause_limit=settings.pause_limit,
         registration_ttl=settings.registration_ttl,
         inner_hosts=frozenset(_listed(settings.inner_hosts)),

@@ -168,12 +168,9 @@ class Turns:
         self._ends[_link(chains[-1] if chains else b"", kin)] = index
         self.settled.append(turn)
 
-    def conversation(self, answer_id: str) -> list[Message] | None:
-        """Return the messages up to and with the answer that had this id, in a trajectory's shape."""
-        for turn in reversed(self.settled):
-            if turn.answer_id == answer_id:
-                return [*turn.messages, turn.completion]
-        return None
+    def answered(self, answer_id: str) -> Turn | None:
+        """Return the turn whose answer had this id."""
+        return next((turn for turn in reversed(self.settled) if turn.answer_id == answer_id), None)
 
     def _read(self, turn: Turn, answered: Answered) -> Tokens | None:
         try:

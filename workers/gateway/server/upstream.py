@@ -6,11 +6,13 @@ import asyncio
 import base64
 import ssl
 import time
+from collections.abc import Mapping
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import orjson
 
 from workers.gateway.server.connection import Answer, ConnectFailedError, Connections, DroppedError, SilentError
+from workers.gateway.server.dialects import Native
 from workers.gateway.server.errors import UpstreamError
 
 CONNECT_TIMEOUT = 10.0
@@ -47,12 +49,21 @@ class ModelServer:
     """A model server, or one data-parallel rank of it (``rank``, sent as ``X-data-parallel-rank``).
 
     ``timeout`` is the number of seconds without a byte after which a call is given up. ``in_flight``, ``failures`` (in
-    a row), ``ejected``, ``calls`` and ``failed`` are for whoever chooses among servers.
+    a row), ``ejected``, ``calls`` and ``failed`` are for whoever chooses among servers; ``native`` are the dialects,
+    by name, that it speaks besides chat completions.
     """
 
     def __init__(
-        self, upstream: str, api_key: str | None, timeout: float, *, rank: int | None = None, tls: ssl.SSLContext | None
+        self,
+        upstream: str,
+        api_key: str | None,
+        timeout: float,
+        *,
+        rank: int | None = None,
+        tls: ssl.SSLContext | None,
+        native: Mapping[str, Native],
     ) -> None:
+        self.native = native
         self.base_url = base_url(upstream)
         self.name = self.base_url if rank is None else f"{self.base_url} rank {rank}"
         self.in_flight = 0
@@ -77,6 +88,7 @@ class ModelServer:
         lines = [f"host: {parts.netloc}", "accept: */*", "accept-encoding: identity", "content-type: application/json"]
         lines += [f"authorization: {authorization}"] if authorization else []
         lines += [f"x-data-parallel-rank: {rank}"] if rank is not None else []
+        lines += [f"{name}: {value}" for each in native.values() for name, value in each.headers(api_key).items()]
         self._head = "".join(f"{line}\r\n" for line in lines).encode("latin-1")
 
     async def post(self, path: str, content: bytes) -> Answer:

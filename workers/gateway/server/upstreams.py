@@ -7,14 +7,19 @@ import contextlib
 import logging
 import ssl
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workers.gateway.server.connection import Answer
+from workers.gateway.server.dialects import Native
 from workers.gateway.server.errors import UpstreamError, busy
 from workers.gateway.server.upstream import ModelServer
 
 logger = logging.getLogger(__name__)
+
+#: What a server is asked: path and body.
+Request = Callable[[ModelServer], tuple[str, bytes]]
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,12 @@ class Upstreams:
         *,
         ranks: int = 1,
         limits: UpstreamLimits | None = None,
+        native: Mapping[str, Mapping[str, Native]] | None = None,
     ) -> None:
         secure = any(url.strip().startswith("https") for url in urls)
         tls = ssl.create_default_context() if secure else None  # one for all connections: it takes 20 ms to make
         self.servers = [
-            ModelServer(url, api_key, timeout, rank=rank, tls=tls)
+            ModelServer(url, api_key, timeout, rank=rank, tls=tls, native=(native or {}).get(url, {}))
             for url in urls
             for rank in (range(ranks) if ranks > 1 else [None])
         ]
@@ -80,14 +86,14 @@ class Upstreams:
         """Calls that wait for room."""
         return len(self._waiting)
 
-    async def open(self, rollout: Sticky, path: str, content: bytes) -> Opened:
+    async def open(self, rollout: Sticky, request: Request) -> Opened:
         """Make a call at one of the servers; give the answer back with `close`. Raises `UpstreamError`."""
         tried: set[ModelServer] = set()
         while True:
             server = self._choose(rollout.upstream, tried) or await self._room(rollout, tried)
             server.in_flight += 1
             try:
-                answer = await server.post(path, content)
+                answer = await server.post(*request(server))
             except UpstreamError as error:
                 self._left(server)
                 server.note(error)

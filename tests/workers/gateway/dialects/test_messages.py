@@ -317,7 +317,7 @@ def test_an_edited_history_is_left_as_the_agent_has_it(read: Read) -> None:
     use = {"type": "tool_use", "id": f"toolu_{'0' * 24}_0", "name": "add", "input": {"a": 2}}
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "2"}
     history = [user("hi"), {"role": "assistant", "content": [{"type": "text", "text": "x"}, use]}, user([result])]
-    for earlier in (lambda _: known, lambda _: None, lambda _: []):
+    for earlier in (lambda _: (known, {}), lambda _: None, lambda _: ([], {})):
         sent = read(earlier, messages=history).chat["messages"]
         assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 2}'
         assert sent[1]["tool_calls"][0]["id"] == sent[2]["tool_call_id"] == use["id"]

@@ -15,7 +15,7 @@ alone. Chat completions are the first dialect (``chat``), whose bytes pass untou
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ from workers.gateway.server.errors import GatewayRefusal
 JsonObject = dict[str, Any]
 
 #: ``earlier(answer_id)``: the conversation up to and with the answer that had this id, as messages of a chat request,
-#: or None when this rollout has none; for dialects whose agents send only what is new.
-Earlier = Callable[[str], list[JsonObject] | None]
+#: and the notes of that call; None when this rollout has none. For dialects whose agents send only what is new.
+Earlier = Callable[[str], tuple[list[JsonObject], JsonObject] | None]
 
 #: The comment that keeps an event stream open in every dialect that has no event of its own for it.
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -80,22 +80,41 @@ class Native(Protocol):
 
     path: str  #: Below the upstream's ``/v1``, such as ``/responses``.
 
-    def body(self, body: JsonObject, registration: Registration) -> JsonObject:
-        """Return the agent's parsed ``body`` with the registered model and sampling parameters in it."""
+    def headers(self, key: str | None) -> dict[str, str]:
+        """Return the headers that such an upstream wants besides a bearer token; ``key`` is the gateway's."""
+        ...
+
+    def body(self, call: Call, registration: Registration, *, ask_tokens: bool) -> JsonObject | None:
+        """Return the agent's request with the registered model and sampling parameters in it.
+
+        None when it cannot be said in the dialect's own words: the call is translated then.
+        """
+        ...
+
+    def is_last(self, data: bytes) -> bool:
+        """Return whether an event with this data is a stream's last."""
         ...
 
     def completion(self, answer: JsonObject) -> JsonObject:
-        """Return the upstream's answer as a chat completion, for the record; raises `UpstreamError` if malformed."""
+        """Return the upstream's answer as a chat completion, for the record; raises `UpstreamError` if malformed.
+
+        Its ``id`` is the answer's, where a later request may name it.
+        """
         ...
 
-    def assembled(self, events: Iterable[bytes]) -> JsonObject:
-        """Return the answer that a stream's events (the data of each) make; raises `UpstreamError` if malformed."""
+    def assembled(self, events: Sequence[bytes], *, partial: bool = False) -> JsonObject:
+        """Return the answer that a stream's events (the data of each) make.
+
+        Raises `UpstreamError` if it is malformed or failed, or has no end and is not ``partial``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SideCall:
     """What a side route is given: the registration, the parsed body, and a way to ask the upstream.
+
+    ``native`` says that the upstreams speak the dialect.
 
     ``ask(path, body)`` posts to the rollout's upstream and returns its JSON answer; raises `UpstreamError`. A path that
     begins with ``/`` is below ``/v1``, and one that begins with ``//`` below the server's root (vLLM's ``//tokenize``).
@@ -104,6 +123,7 @@ class SideCall:
     registration: Registration
     body: JsonObject
     ask: Callable[[str, JsonObject], Awaitable[JsonObject]]
+    native: bool = False
 
 
 #: A route of a dialect that is no model call, such as counting tokens: nothing of it is recorded.

@@ -114,6 +114,14 @@ def as_count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
+def parsed(data: bytes) -> JsonObject:
+    """Return the object in an event's data, or an empty one: ``[DONE]``, or nothing that says anything."""
+    try:
+        return as_dict(orjson.loads(data))
+    except orjson.JSONDecodeError:
+        return {}
+
+
 def event(kind: str, data: JsonObject) -> bytes:
     """Return one event of a stream."""
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"

@@ -40,6 +40,7 @@ from workers.gateway.server.dialects.messages_input import (
     restored,
     tool_use_id,
 )
+from workers.gateway.server.dialects.messages_native import MessagesNative
 from workers.gateway.server.dialects.parts import Kind, Part, PartStream, parts_of
 from workers.gateway.server.errors import GatewayRefusal, UpstreamError
 from workers.gateway.server.jsonio import parse_object
@@ -73,6 +74,7 @@ class State:
 
     id: str
     model: str
+    fields: JsonObject
 
 
 class Messages:
@@ -81,7 +83,7 @@ class Messages:
     name = "messages"
     paths: tuple[str, ...] = ("/v1/messages", "/messages")
     keep_alive = _PING
-    native: Native | None = None
+    native: Native | None = MessagesNative()
 
     def __init__(self) -> None:
         self.sides: Mapping[str, Side] = {f"{path}/count_tokens": count_tokens for path in self.paths}
@@ -91,7 +93,7 @@ class Messages:
         fields = parse_object(body)
         chat = _chat(fields)
         chat["messages"] = restored(chat["messages"], earlier)
-        state = State(f"msg_{secrets.token_hex(12)}", as_text(fields.get("model")))
+        state = State(f"msg_{secrets.token_hex(12)}", as_text(fields.get("model")), fields)
         return Call(chat, bool(fields.get("stream")), state.id, state)
 
     def answer(self, call: Call, completion: JsonObject) -> JsonObject:
@@ -177,7 +179,12 @@ class MessagesStream:
 
 
 async def count_tokens(call: SideCall) -> JsonObject:
-    """Return ``input_tokens`` of a request: vLLM's ``/tokenize``, else the usage of a call that samples one token."""
+    """Return ``input_tokens`` of a request: vLLM's ``/tokenize``, else the usage of a call that samples one token.
+
+    An upstream that speaks the dialect counts by itself.
+    """
+    if call.native:
+        return await call.ask("/messages/count_tokens", call.body | {"model": call.registration.model})
     chat = _chat(call.body)
     body = {"model": call.registration.model} | {key: chat[key] for key in ("messages", "tools") if key in chat}
     try:

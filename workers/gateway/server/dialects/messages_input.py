@@ -53,7 +53,7 @@ def read_messages(fields: JsonObject) -> list[JsonObject]:
         if role == "user":
             messages += _user(message.get("content"), f"{where}.content")
         elif role == "assistant":
-            messages.append(_assistant(message.get("content"), f"{where}.content"))
+            messages.append(assistant_message(message.get("content"), f"{where}.content"))
         elif role == "system":
             messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
         else:
@@ -89,7 +89,8 @@ def _conversation(messages: list[JsonObject], earlier: Earlier) -> list[JsonObje
     for message in reversed(messages):
         for call in message.get("tool_calls") or ():
             if match := _TOOL_USE_ID.fullmatch(call["id"]):
-                return earlier(f"msg_{match[1]}")
+                found = earlier(f"msg_{match[1]}")
+                return found and found[0]
     return None
 
 
@@ -202,7 +203,8 @@ def _part(block: JsonObject, where: str) -> JsonObject:
     return image_part(f"data:{media};base64,{text(source.get('data'), f'{where}.source.data')}")
 
 
-def _assistant(content: Any, where: str) -> JsonObject:
+def assistant_message(content: Any, where: str) -> JsonObject:
+    """Return the chat message that an assistant's ``content`` is."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     said, thought, calls = "", "", []

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from workers.gateway.server.dialects import KEEP_ALIVE, Call, Earlier, JsonObject, Native, Side, StreamTranslator
 from workers.gateway.server.dialects.fields import (
     SAMPLING,
+    as_count,
     as_dict,
     as_text,
     mapping,
@@ -34,10 +35,12 @@ from workers.gateway.server.dialects.parts import parts_of
 from workers.gateway.server.dialects.responses_input import (
     Conversation,
     Tools,
+    input_items,
     read_tool_choice,
     with_lead,
     without_instructions,
 )
+from workers.gateway.server.dialects.responses_native import ResponsesNative
 from workers.gateway.server.dialects.responses_output import State, is_cut, item_of, plain_error, response
 from workers.gateway.server.dialects.responses_stream import ResponsesStream
 from workers.gateway.server.errors import GatewayRefusal
@@ -55,7 +58,8 @@ _READ = frozenset(
     | {"max_output_tokens", "text", "reasoning", "metadata", "stream", "top_logprobs"}
 )
 _EFFORTS = frozenset({"low", "medium", "high"})
-_ID_DIGITS = 32
+#: The note that tells how much of a conversation's first message its instructions are; see `without_instructions`.
+_INSTRUCTIONS = "instructions_length"
 
 
 class Responses:
@@ -65,7 +69,7 @@ class Responses:
     paths: tuple[str, ...] = ("/responses",)
     sides: Mapping[str, Side] = {}
     keep_alive = KEEP_ALIVE
-    native: Native | None = None
+    native: Native | None = ResponsesNative()
 
     def read(self, body: bytes, earlier: Earlier) -> Call:
         """Read a request; raises `GatewayRefusal` (400, 422) that names the field it cannot read."""
@@ -78,11 +82,13 @@ class Responses:
         tools = Tools()
         for index, tool in enumerate(objects(fields.get("tools") or [], "tools")):
             tools.add(tool, f"tools[{index}]")
-        chat = {"messages": _messages(fields, instructions, earlier)} | _parameters(fields, tools)
-        # The id tells how much of the conversation's first message its instructions are; see `without_instructions`.
-        answer_id = f"resp_{secrets.token_hex(_ID_DIGITS // 2)}{len(instructions):08x}"
-        state = State(answer_id, as_text(fields.get("model")), _echo(fields), tools)
+        before = _before(fields, earlier)
+        chat = {"messages": _messages(fields, instructions, before)} | _parameters(fields, tools)
+        answer_id = f"resp_{secrets.token_hex(20)}"
+        state = State(answer_id, as_text(fields.get("model")), _echo(fields), tools, fields, before)
         notes: JsonObject = {"tools_left_out": tools.left_out} if tools.left_out else {}
+        if instructions:
+            notes[_INSTRUCTIONS] = len(instructions)
         if fields.get("metadata"):
             notes["metadata"] = mapping(fields["metadata"], "metadata")
         return Call(chat, bool(fields.get("stream")), answer_id, state, notes)
@@ -103,21 +109,23 @@ class Responses:
         return {"error": plain_error(refusal)}
 
 
-def _messages(fields: JsonObject, instructions: str, earlier: Earlier) -> list[JsonObject]:
-    before: list[JsonObject] = []
-    if fields.get("previous_response_id") is not None:
-        previous = text(fields["previous_response_id"], "previous_response_id")
-        found = earlier(previous) if previous.startswith("resp_") else None
-        if found is None:
-            said = f"Previous response with id {previous[:100]!r} not found in this rollout."
-            param = {"param": "previous_response_id", "code": "previous_response_not_found"}
-            raise GatewayRefusal(400, said, error={"message": said, "type": "invalid_request_error"} | param)
-        before = without_instructions(found, int(previous[-8:], 16))
-    given = fields.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    conversation = Conversation(before)
-    for index, item in enumerate(objects(given if given is not None or not before else [], "input")):
+def _before(fields: JsonObject, earlier: Earlier) -> list[JsonObject]:
+    """Return the conversation that the request goes on with, without its instructions."""
+    if fields.get("previous_response_id") is None:
+        return []
+    previous = text(fields["previous_response_id"], "previous_response_id")
+    found = earlier(previous)
+    if found is None:
+        said = f"Previous response with id {previous[:100]!r} not found in this rollout."
+        param = {"param": "previous_response_id", "code": "previous_response_not_found"}
+        raise GatewayRefusal(400, said, error={"message": said, "type": "invalid_request_error"} | param)
+    messages, notes = found
+    return without_instructions(messages, as_count(notes.get(_INSTRUCTIONS)))
+
+
+def _messages(fields: JsonObject, instructions: str, before: list[JsonObject]) -> list[JsonObject]:
+    conversation = Conversation(list(before))
+    for index, item in enumerate(input_items(fields, is_new=not before)):
         conversation.add(item, f"input[{index}]")
     return with_lead(conversation.finish(), instructions)
 

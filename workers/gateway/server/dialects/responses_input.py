@@ -102,6 +102,14 @@ def read_tool_choice(choice: Any, tools: Tools) -> Any:
     return read_tool_choice(fields.get("mode") or "auto", tools)
 
 
+def input_items(fields: JsonObject, *, is_new: bool = True) -> list[JsonObject]:
+    """Return a request's input as items; one that goes on with an earlier answer (not ``is_new``) may have none."""
+    given = fields.get("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return objects([] if given is None and not is_new else given, "input")
+
+
 class Conversation:
     """Collects input items as the messages of a chat request.
 

@@ -17,12 +17,17 @@ from workers.gateway.server.errors import GatewayRefusal
 
 @dataclass
 class State:
-    """What an answer needs of its request: its own ``id``, and ``echo``, the fields that it repeats."""
+    """What an answer needs of its request: its own ``id``, and ``echo``, the fields that it repeats.
+
+    ``fields`` is the request; ``before`` the conversation that it goes on with by ``previous_response_id``.
+    """
 
     id: str
     model: str
     echo: JsonObject
     tools: Tools
+    fields: JsonObject
+    before: list[JsonObject]
     created_at: int = field(default_factory=lambda: int(time.time()))
 
 
