@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from producer.files.output import ResultsOutput
+    from producer.files.record import Run
     from producer.settings import ProducerSettings
     from producer.status import FleetStatus
     from producer.summary import Summary
@@ -109,10 +110,10 @@ def run(
     from producer.files.lines import STDIN
     from producer.files.mapping import ColumnMapping
     from producer.files.output import prepare_results
-    from producer.files.record import Run, recall, remember
+    from producer.files.record import remember
     from producer.resume import Resumption
     from producer.runner import RunOptions, run_batch
-    from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
+    from producer.tasks_file import TaskDefaults, TasksFile
 
     if resume and overwrite:
         bad_usage("--resume and --overwrite exclude each other")
@@ -134,9 +135,7 @@ def run(
         results = prepare_results(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
         if resume:
             _refuse_changed(out, file, results)
-        earlier = recall(out) if resume else None
-        one = earlier or Run(run_batch_id(file.path))
-        one = one.resumed() if resume else one
+        one = _run_of(out, file, resume)
         left = file.left(results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
@@ -246,6 +245,15 @@ def _harbor_tasks(
     if defaults.run_command is not None:
         bad_usage("--run-command and --harbor exclude each other: --agent says what runs")
     return TasksFile.check(harbor.resolve(), read_tasks(harbor, agent, defaults.image), defaults, samples)
+
+
+def _run_of(out: Path, file: TasksFile, resume: bool) -> Run:
+    """Return the run that is begun, or that goes on."""
+    from producer.files.record import Run, recall
+    from producer.tasks_file import run_batch_id
+
+    run = (recall(out) if resume else None) or Run(run_batch_id(file.path))
+    return run.resumed() if resume else run
 
 
 def _tell_checked(count: int) -> None:
