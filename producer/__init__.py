@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from producer.results import Results
     from producer.settings import ProducerSettings
     from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
+    from producer.verifiers import to_verifiers, to_verifiers_trace
     from producer.watching import RolloutProgress
 
 __all__ = [
@@ -86,6 +87,8 @@ __all__ = [
     "SyncHandle",
     "SyncProducer",
     "Timing",
+    "to_verifiers",
+    "to_verifiers_trace",
 ]
 
 #: Where each of the names is at home.
@@ -105,6 +108,7 @@ _HOMES = {
     "producer.results": "Results",
     "producer.settings": "ProducerSettings",
     "producer.sync": "SyncBatch SyncGroup SyncHandle SyncProducer",
+    "producer.verifiers": "to_verifiers to_verifiers_trace",
     "producer.watching": "RolloutProgress",
 }
 

@@ -55,6 +55,18 @@ def lapse(store: JobStore, rollout_id: str = "r1") -> None:
     store.client.zadd(broker.RUNNING, {rollout_id: 1})
 
 
+def test_an_attempt_at_a_chosen_gateway_is_cleared_up_there(store: JobStore, ledger: Ledger) -> None:
+    urls = ["http://one:1", "http://two:1"]
+    chosen = claimed(store, gateway_urls=urls).gateway_url
+    assert chosen in urls
+    lapse(store)
+    [lapsed] = store.lapsed()
+    store.requeue_lapsed(lapsed, DIED)
+    [entry] = ledger.entries()
+    assert entry.gateway == chosen
+    assert ledger.origin(entry) == Origin(chosen)
+
+
 def test_the_sweep_enters_a_lapsed_attempt_in_the_step_that_requeues_it(store: JobStore, ledger: Ledger) -> None:
     claimed(store)
     lapse(store)

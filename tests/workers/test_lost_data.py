@@ -1,0 +1,169 @@
+"""A batch outlasts a Redis that loses its last moments: each of its rollouts is delivered once all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import redis
+from celery import Celery
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from producer import Producer, ProducerSettings, RolloutRequest, RolloutResult, StopCondition, broker
+from workers import results
+from workers.jobs import Claim, JobStore
+from workers.sweep import sweep
+
+T = TypeVar("T")
+_MOMENT = 0.01  # in which whatever is due on the producer's loop happens
+_END = 20.0
+
+
+class LostData(RuleBasedStateMachine):
+    """A batch that submits and consumes, a worker, and a server that goes back to what it had saved."""
+
+    url = ""
+    store: JobStore
+    app: Celery
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store.client.flushall()
+        self.runner = asyncio.Runner()
+        self.producer = Producer(ProducerSettings(redis_url=self.url))
+        self.asked = 0
+        self.running: dict[str, Claim] = {}
+        self.delivered: list[str] = []
+        self.saved: dict[bytes, tuple[bytes, int]] = {}
+        self.run(self.begin())
+
+    async def begin(self) -> None:
+        await self.producer.__aenter__()
+        self.requests: asyncio.Queue[RolloutRequest | None] = asyncio.Queue()
+        self.batch = await self.producer.submit_many(self.source(), batch_id="b", max_in_flight=6)
+
+    async def source(self) -> AsyncIterator[RolloutRequest]:
+        while (request := await self.requests.get()) is not None:
+            yield request
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    # -- the batch -----------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 3))
+    def submit(self, count: int) -> None:
+        for _ in range(count):
+            fields = {"model": "m", "rollout_id": f"r{self.asked}"}
+            self.requests.put_nowait(RolloutRequest.parse(fields))
+            self.asked += 1
+        self.go_on()
+
+    @rule()
+    def take(self) -> None:
+        self.run(self.take_for(_MOMENT))
+
+    async def take_for(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                self.delivered.append((await anext(self.batch)).rollout_id)
+        except TimeoutError:
+            pass
+        assert len(self.delivered) == len(set(self.delivered))
+
+    @rule()
+    def go_on(self) -> None:
+        self.run(asyncio.sleep(_MOMENT))
+
+    # -- the worker ----------------------------------------------------------------------------------------------------
+
+    @rule()
+    def serve(self) -> None:
+        for key in broker.queue_keys():
+            while (message := self.store.client.rpop(key)) is not None:
+                rollout_id = message.split(b'"id":"')[1].split(b'"')[0].decode()
+                claim = self.store.claim(rollout_id, "w")
+                if isinstance(claim, Claim):
+                    self.running[rollout_id] = claim
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.running))))
+
+    def end(self, rollout_id: str) -> None:
+        claim = self.running.pop(rollout_id)
+        result = RolloutResult.for_request(claim.parsed(), StopCondition.COMPLETED, attempt=claim.attempt)
+        encoded = self.app.backend.encoded(rollout_id, result, "SUCCESS")
+        self.store.commit(rollout_id, claim.attempt, claim.batch_id, StopCondition.COMPLETED, encoded)
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+
+    @rule()
+    def save(self) -> None:
+        client = self.store.client
+        self.saved = {key: (client.dump(key), max(0, client.pttl(key))) for key in client.scan_iter()}
+
+    @rule()
+    def lose(self) -> None:
+        client = self.store.client
+        client.flushall()
+        for key, (value, ttl) in self.saved.items():
+            client.restore(key, ttl, value)
+        client.client_kill_filter(_type="normal", skipme=True)
+        for rollout_id, claim in list(self.running.items()):  # what renewing the leases finds
+            if self.store.claimed_by(rollout_id) != (claim.attempt, "w"):
+                del self.running[rollout_id]
+
+    def teardown(self) -> None:
+        """The source ends; the worker goes on and the sweep runs, until all is delivered."""
+        self.requests.put_nowait(None)
+        for rollout_id in list(self.running):
+            self.end(rollout_id)
+        for lapsed in self.store.client.zrange(broker.RUNNING, 0, -1):  # of claims that only the server remembers
+            self.store.client.zadd(broker.RUNNING, {lapsed: 1})
+        self.run(self.to_the_end())
+        self.runner.close()
+        assert sorted(self.delivered) == sorted(f"r{n}" for n in range(self.asked))
+
+    async def to_the_end(self) -> None:
+        async with asyncio.timeout(_END):
+            while len(self.delivered) < self.asked:
+                self.store.client.delete(broker.SWEPT)
+                await asyncio.to_thread(sweep, self.store, self.app)
+                self.serve()
+                for rollout_id in list(self.running):
+                    self.end(rollout_id)
+                await self.take_for(_MOMENT)
+        await self.producer.close()
+
+
+@pytest.fixture
+def app(redis_url: str) -> Iterator[Celery]:
+    app = Celery("test", set_as_current=False)
+    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
+    yield app
+    app.close()
+
+
+def test_each_rollout_of_a_batch_is_delivered_once_by_a_server_that_loses_data(
+    redis_url: str, app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A loss that comes while the one before is dealt with is found when the stream has been quiet for half a minute.
+    monkeypatch.setattr("producer.results._BLOCK_MS", 20)
+    with redis.Redis.from_url(redis_url) as client:
+        store = JobStore(client, app, lease_ttl=0.05)
+        store.uptime = lambda: 1000.0  # type: ignore[method-assign]
+        machine = type("Machine", (LostData,), {"url": redis_url, "store": store, "app": app})
+        quick = settings(
+            max_examples=12,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        )
+        run_state_machine_as_test(machine, settings=quick)
