@@ -56,7 +56,7 @@ CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is
 WORKERS = _PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
 SWEPT = _PREFIX + "swept"  #: lock with an expiry that keeps the fleet to one sweep per interval
 LEDGER = _PREFIX + "ledger"  #: hash of "ID ATTEMPT" to JSON: attempts that are over and may have left something behind
-STRAYS = _PREFIX + "strays"  #: how many things of no attempt the last look by label could not delete
+STRAYS = _PREFIX + "strays"  #: how many things of no attempt the last look could not delete, by kind
 ORPHANS_SWEPT = _PREFIX + "orphans-swept"  #: as `SWEPT`, for clearing the ledger
 LABELS_SWEPT = _PREFIX + "labels-swept"  #: as `SWEPT`, for the look by label
 FLEET_ID = _PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all that it creates
@@ -66,6 +66,7 @@ LIMITS = _PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) 
 PLACES = _PREFIX + "places"  #: set of the places that somebody holds or waits for
 LANES = _PREFIX + "lanes"  #: hash of served: how many rollouts were claimed, for the share of the later lists
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
+ANSWER_TTL = 60  #: seconds for which the answers to a question are kept
 
 #: After this an entry of the ledger is given up: no platform keeps a sandbox for more than a day.
 LEDGER_LIFE = timedelta(hours=25)
@@ -136,13 +137,18 @@ def group_key(group_id: str) -> str:
 
 
 def answer_key(token: str) -> str:
-    """Key of the list of workers' answers to one question of how far rollouts have come, with an expiry."""
+    """Key of the list of workers' answers to one question, with an expiry."""
     return f"{_PREFIX}answer:{token}"
 
 
 def worker_key(worker: str) -> str:
     """Key of a worker process's last report, as JSON, with an expiry."""
     return f"{_PREFIX}worker:{worker}"
+
+
+def worker_runs_key(worker: str) -> str:
+    """Key of what a worker process runs, with an expiry: JSON of rollout id to attempt, phase and when it began (s)."""
+    return f"{_PREFIX}worker-runs:{worker}"
 
 
 def throttle_key(name: str) -> str:

@@ -18,19 +18,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from producer.files.output import ResultsOutput
-    from producer.files.record import Run
     from producer.settings import ProducerSettings
     from producer.status import FleetStatus
     from producer.summary import Summary
     from producer.tasks_file import TaskDefaults, TasksFile
 
-__all__ = ["app", "bad_usage", "print_summary", "read_settings"]
+__all__ = ["app", "bad_usage", "print_summary", "problems_end_it", "read_settings"]
 
 _PIPE_WIDTH = 200
 
-app = typer.Typer(
-    name="rollouts", no_args_is_help=True, add_completion=False, help="Run LLM-agent rollouts on a fleet of workers."
-)
+app = typer.Typer(name="rollouts", no_args_is_help=True, help="Run LLM-agent rollouts on a fleet of workers.")
 
 RedisUrl = Annotated[
     str | None,
@@ -107,17 +104,16 @@ def run(
     Exit status: 0 all completed, with those kept by --resume; 1 some did not, or the run broke off; 2 bad usage or no
     Redis, and nothing runs; 130 interrupted.
     """
-    from producer.files.lines import STDIN
     from producer.files.mapping import ColumnMapping
     from producer.files.output import prepare_results
-    from producer.files.record import remember
+    from producer.files.record import Run, recall, remember
     from producer.resume import Resumption
     from producer.runner import RunOptions, run_batch
-    from producer.tasks_file import TaskDefaults, TasksFile
+    from producer.tasks_file import TaskDefaults, TasksFile, run_batch_id
 
     if resume and overwrite:
         bad_usage("--resume and --overwrite exclude each other")
-    with _problems_end_it():
+    with problems_end_it():
         settings = read_settings(redis_url)
         defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout)
         defaults.check()
@@ -130,12 +126,12 @@ def run(
             file = _harbor_tasks(tasks, harbor, agent, defaults, samples)
         if mapping.left_out:
             typer.echo(f"columns that are left out: {', '.join(sorted(mapping.left_out))}", err=True)
-        if file.path != STDIN and out.exists() and out.samefile(file.path):
-            bad_usage(f"--out {out} is the file of tasks itself")
+        _refuse_same(out, file)
         results = prepare_results(out, overwrite=overwrite, resume=resume, keep_failed=keep_failed)
+        one = Run(run_batch_id(file.path))
         if resume:
             _refuse_changed(out, file, results)
-        one = _run_of(out, file, resume)
+            one = (recall(out) or one).resumed()
         left = file.left(results.kept)
         if results.kept:
             typer.echo(f"{out} holds {len(results.kept)} results that are kept; {left} rollouts to run", err=True)
@@ -155,9 +151,18 @@ def run(
 
 
 @app.command()
-def status(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
+def status(
+    redis_url: RedisUrl = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, live; with --json an object a line.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: how often.")] = 2.0,
+) -> None:
     """Show workers, queue depths, and rollouts in flight by phase."""
-    with _problems_end_it():
+    with problems_end_it():
+        if watch:
+            from producer.operator_cli import watch_status
+
+            watch_status(read_settings(redis_url), interval, as_json)
         found = asyncio.run(_status(read_settings(redis_url)))
     if as_json:
         _print_json(found.as_dict())
@@ -197,7 +202,7 @@ def show(
         bad_usage(f"--sort {sort}: there are {', '.join(SORTS)}")
     if rollout is None and (full or as_json):
         bad_usage("--full and --json are for one rollout; give its ID")
-    with _problems_end_it():
+    with problems_end_it():
         reader = ResultsReader(results)
         if rollout is None:
             show_listing(reader, Listing(failed, sort, reverse, limit), _console())
@@ -221,7 +226,7 @@ def report(
 
     if out.exists() and results.exists() and out.samefile(results):
         bad_usage(f"--out {out} is the results themselves")
-    with _problems_end_it():
+    with problems_end_it():
         options = ReportOptions(title=title or f"Rollouts of {results.name}", trajectories=trajectories)
         written = write_report(ResultsReader(results), out, options)
     typer.echo(
@@ -247,17 +252,15 @@ def _harbor_tasks(
     return TasksFile.check(harbor.resolve(), read_tasks(harbor, agent, defaults.image), defaults, samples)
 
 
-def _run_of(out: Path, file: TasksFile, resume: bool) -> Run:
-    """Return the run that is begun, or that goes on."""
-    from producer.files.record import Run, recall
-    from producer.tasks_file import run_batch_id
-
-    run = (recall(out) if resume else None) or Run(run_batch_id(file.path))
-    return run.resumed() if resume else run
-
-
 def _tell_checked(count: int) -> None:
     typer.echo(f"{count} tasks checked", err=True)
+
+
+def _refuse_same(out: Path, file: TasksFile) -> None:
+    from producer.files.lines import STDIN
+
+    if file.path != STDIN and out.exists() and out.samefile(file.path):
+        bad_usage(f"--out {out} is the file of tasks itself")
 
 
 def _refuse_changed(out: Path, file: TasksFile, results: ResultsOutput) -> None:
@@ -308,7 +311,8 @@ def bad_usage(message: str) -> NoReturn:
 
 
 @contextmanager
-def _problems_end_it() -> Iterator[None]:
+def problems_end_it() -> Iterator[None]:
+    """Turn what a command may meet into a sentence and an exit status."""
     from producer.contract import InvalidRequestError
     from producer.errors import FleetError, RunBrokenError
     from producer.files.errors import ResultsFileError, TasksFileError

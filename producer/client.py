@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from producer.batch import Batch
 from producer.broker import JobState
@@ -27,6 +27,9 @@ from producer.settings import ProducerSettings
 from producer.source import Requests
 from producer.waiters import Waiters
 from producer.watching import RolloutProgress, progress_of
+
+if TYPE_CHECKING:
+    from producer.tracing import Traces
 
 _GIVE_UP_SECONDS = 5.0
 
@@ -48,6 +51,7 @@ class Producer:
         self._patience = patience
         self._connection: FleetConnection | None = None
         self._open: weakref.WeakSet[Batch | Results | Group | Groups] = weakref.WeakSet()
+        self._traces: Traces | None = None
         self._waiters: dict[str, Waiters] = {}
 
     @classmethod
@@ -56,11 +60,13 @@ class Producer:
         return cls(settings or ProducerSettings())
 
     async def __aenter__(self) -> Self:
+        traces = _traces() if self.settings.tracing else None
         connection = FleetConnection(
             self.settings.redis_url, patience=self._patience, keep_consumed=self.settings.keep_consumed
         )
         await connection.open()
         await self._check_server(connection)
+        connection.traces = self._traces = traces
         self._connection = connection
         return self
 
@@ -87,6 +93,9 @@ class Producer:
         connection, self._connection = self._connection, None
         if connection is not None:
             await asyncio.shield(connection.close())
+        if self._traces is not None:
+            traces, self._traces = self._traces, None
+            await asyncio.to_thread(traces.close)
 
     @property
     def connection(self) -> FleetConnection:
@@ -293,6 +302,15 @@ class Producer:
         result = await read_result(self.connection, rollout_id, raw, batch_id)
         await forget(self.connection, batch_id, [rollout_id])
         return result.model_copy(update={"stale": True}) if self.connection.policy.is_stale(result) else result
+
+
+def _traces() -> Traces:
+    from producer.tracing import Traces, TracingUnavailableError
+
+    try:
+        return Traces("rollouts-producer")
+    except TracingUnavailableError as error:
+        raise FleetError(str(error)) from None
 
 
 class RolloutHandle:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import redis.asyncio as aioredis
 from celery import Celery
@@ -27,6 +28,9 @@ from producer.contract import RolloutRequest
 from producer.errors import BatchCancelledError, FleetFullError, FleetUnreachableError, RolloutConflictError
 from producer.policy import PolicyView, Staled
 from producer.server import REFUSED, explained, is_refusal, redact
+
+if TYPE_CHECKING:
+    from producer.tracing import Traces
 
 T = TypeVar("T")
 
@@ -126,6 +130,7 @@ class FleetConnection:
     ) -> None:
         self.url = redis_url
         self.patience = patience
+        self.traces: Traces | None = None  #: what is told of each rollout that is submitted
         self._keep_consumed = max(1, int(keep_consumed))
         self._consumed_to: OrderedDict[str, str] = OrderedDict()
         self._ttl = int(broker.RESULT_TTL.total_seconds())
@@ -248,24 +253,31 @@ class FleetConnection:
         Nothing was written when this raises one of `REJECTED`; after any other error the chunk may be in
         Redis all the same, for example when only the reply was lost.
         """
+        began = time.time()
         codes = await self.call(partial(self._submit, keys=chunk.keys, args=chunk.args))
         found = [Submitted(code) for code in codes]
-        pairs = zip(chunk.requests, found, strict=True)
+        pairs = list(zip(chunk.requests, found, strict=True))
         conflicts = [request.rollout_id for request, answer in pairs if answer is Submitted.CONFLICT]
         if conflicts:
             raise RolloutConflictError(conflicts)
         if Submitted.CLOSED in found:
             closed = chunk.requests[found.index(Submitted.CLOSED)].batch_id
             raise BatchCancelledError(f"{closed} was cancelled for good, and takes no more rollouts: use another id")
+        if self.traces is not None:
+            self.traces.submitted((request for request, answer in pairs if answer is Submitted.CREATED), began)
         return found
 
     def _encode(self, request: RolloutRequest) -> list[Any]:
         data = request.to_json()
         position = 1 + _BEFORE_RECORDS.index(broker.queue_key(request.priority))
         base = broker.pending_base(request.priority)
-        message = self._wakeup(request.priority).render(request.rollout_id)
+        message = self.message(request.rollout_id, request.priority)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
         return [*identity, position, base, message, *broker.record_fields(request)]
+
+    def message(self, rollout_id: str, priority: int) -> bytes:
+        """Return the message that wakes a worker for a rollout."""
+        return self._wakeup(priority).render(rollout_id)
 
     def _wakeup(self, priority: int) -> broker.WakeUp:
         step = broker.step_of(priority)

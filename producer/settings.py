@@ -46,4 +46,7 @@ class ProducerSettings(BaseSettings):
         le=broker.RESULT_TTL.total_seconds(),
         description="Seconds for which Redis keeps a rollout whose result was consumed; the same in all producers.",
     )
+    tracing: bool = Field(
+        default=False, description="True: a trace of each rollout goes to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)."
+    )
     allow_eviction: bool = Field(default=False, description=ALLOW_EVICTION)

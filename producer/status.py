@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +45,8 @@ class FleetStatus:
     running: int = 0
     lapsed: int = 0
     leaked: int = 0
+    #: Seconds for which the first of those that are queued has waited.
+    oldest: float = 0.0
 
     #: Redis's clock at that moment, in Unix seconds.
     now: float = 0.0
@@ -68,9 +70,20 @@ class FleetStatus:
             "running": self.running,
             "lapsed": self.lapsed,
             "leaked": self.leaked,
+            "oldest_queued_seconds": round(self.oldest, 1),
+            "pools": self.pools,
             "phases": self.phases,
             "attention": self.attention,
         }
+
+    @property
+    def pools(self) -> dict[str, dict[str, int]]:
+        """Workers, running rollouts and slots of each pool: of the workers of one name, on whatever hosts."""
+        found: dict[str, Counter[str]] = {}
+        for worker in self.workers:
+            here = Counter(workers=1, running=number(worker, "running"), slots=number(worker, "concurrency"))
+            found.setdefault(str(worker["name"]).partition("@")[0], Counter()).update(here)
+        return {name: dict(pool) for name, pool in sorted(found.items())}
 
     @property
     def attention(self) -> list[str]:
@@ -85,27 +98,39 @@ class FleetStatus:
 
     def show(self, console: Console) -> None:
         """Print what needs attention, then the counts, the workers and their tunnels."""
-        for line in self.attention:
-            console.print(Text.assemble(("! ", "bold red"), line))
+        console.print(self.view())
+
+    def view(self, rates: Mapping[str, float] | None = None) -> Group:
+        """Return what `show` prints; ``rates`` are what workers did a second, if that is known."""
+        parts: list[RenderableType] = [Text.assemble(("! ", "bold red"), line) for line in self.attention]
         if self.attention:
-            console.print()
-        console.print(self._counts())
+            parts.append("")
+        parts.append(self._counts(rates or {}))
+        if len(self.pools) > 1:
+            parts.append(_pools(self.pools))
         if self.workers:
-            console.print(self._workers())
+            parts.append(self._workers())
         tunnels = [(worker["name"], tunnel) for worker in self.workers for tunnel in listed(worker, "tunnels")]
         if tunnels:
-            console.print(_tunnels(tunnels))
+            parts.append(_tunnels(tunnels))
+        return Group(*parts)
 
-    def _counts(self) -> Table:
+    def _counts(self, rates: Mapping[str, float]) -> Table:
         counts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         slots = sum(number(worker, "concurrency") for worker in self.workers)
         running = f"{self.running:,} of {slots:,} slots" if slots else f"{self.running:,}"
         counts.add_row("running", running, Text(_joined(f"{n:,} in {phase}" for phase, n in by_phase(self.phases))))
         lists = _joined(f"{name}: {n:,}" for name, n in self.queues.items() if n)
+        if self.oldest:
+            lists = _joined([*([lists] if lists else []), f"the oldest for {span(self.oldest)}"])
         counts.add_row("queued", f"{self.pending:,}", lists)
         counts.add_row("delayed", f"{self.delayed:,}", "failed, and run again later" if self.delayed else "")
         counts.add_row("lapsed", _bad(self.lapsed), "")
         counts.add_row("leaked", _bad(self.leaked), "")
+        if rates:
+            attempts = rates.get("attempts", 0.0)
+            ends = _joined(f"{rate:.1f} {outcome}" for outcome, rate in rates.items() if outcome != "attempts" and rate)
+            counts.add_row("a second", f"{attempts:.1f} begun", ends)
         counts.add_row("redis", Text(self.redis), "")
         return counts
 
@@ -154,6 +179,15 @@ def _tunnels(tunnels: list[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
+def _pools(pools: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table("pool", title="\npools", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("workers", "running", "slots"):
+        table.add_column(column, justify="right")
+    for name, pool in pools.items():
+        table.add_row(Text(name), *(f"{pool[column]:,}" for column in ("workers", "running", "slots")))
+    return table
+
+
 def _joined(parts: Iterable[str]) -> str:
     return " · ".join(parts)
 
@@ -179,17 +213,22 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         pipe.zcount(broker.RUNNING, f"({now}", "+inf")
         pipe.zcount(broker.RUNNING, "-inf", now)
         pipe.hlen(broker.LEDGER)
-        pipe.get(broker.STRAYS)
-        *found, entries, strays = await pipe.execute()
-        reports, counts = found[: len(names)], found[len(names) :]
+        pipe.hvals(broker.STRAYS)
+        bases = [broker.pending_base(step) for step in broker.PRIORITY_STEPS]
+        for base in bases:  # what was put to the front of its list has no time
+            span_of_list = f"({base}", f"({base + broker.LIST_SPAN}"
+            pipe.zrangebyscore(broker.PENDING, *span_of_list, start=0, num=1, withscores=True)
+        *answers, entries, strays = (found := await pipe.execute())[: -len(bases)]
+        times = [score - base for base, first in zip(bases, found[-len(bases) :], strict=True) for _, score in first]
+        oldest = max(0.0, (now - min(times)) / 1000) if times else 0.0
+        reports, counts = answers[: len(names)], answers[len(names) :]
         labels = [*(f"priority {step}" for step in broker.PRIORITY_STEPS), "maintenance"]
         queues = dict(zip(labels, counts, strict=False))
         workers = [_report(name, report) for name, report in zip(names, reports, strict=True)]
-        counts.append(entries + int(strays or 0))
+        counts.append(entries + sum(map(int, strays)))
         pending, delayed, running, lapsed, leaked = counts[len(labels) :]
-        return FleetStatus(
-            redact(connection.url), workers, queues, pending, delayed, running, lapsed, leaked, now=now / 1000
-        )
+        counted = pending, delayed, running, lapsed, leaked, oldest
+        return FleetStatus(redact(connection.url), workers, queues, *counted, now=now / 1000)
 
     return await connection.call(read)
 

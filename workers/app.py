@@ -72,10 +72,14 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
     app.pool_drain_timeout = settings.drain_timeout
     app.rollout_fleet = fleet
     register_tasks(app, fleet)
-    signals.setup_logging.connect(_own_logging)
+    _use_own_logging(settings)
     return app
 
 
-def _own_logging(loglevel: int | str | None = None, **_: Any) -> None:
+def _use_own_logging(settings: WorkerSettings) -> None:
     """Replace Celery's logging set-up by ours."""
-    configure_logging(loglevel or "INFO")
+
+    def configure(loglevel: int | str | None = None, **_: Any) -> None:
+        configure_logging(loglevel or "INFO", settings.log_format, recent=settings.recent_lines)
+
+    signals.setup_logging.connect(configure, weak=False, dispatch_uid="rollouts")

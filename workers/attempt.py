@@ -93,7 +93,7 @@ async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> A
 
 
 def _note_duration(rollout: Rollout, phase: Phase, seconds: float) -> None:
-    rollout.durations[phase.value] = seconds
+    rollout.note_duration(phase, seconds)
     PHASE_SECONDS.labels(phase).observe(seconds)
 
 

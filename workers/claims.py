@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from celery import Celery, states
@@ -86,7 +87,7 @@ class Claims:
         if job.id in self._held:
             # A duplicate, or its last attempt lost the lease and still cleans up, which will end what is held under
             # this id. Then the sweep sends it again.
-            logger.info("%s: held by this worker, nothing to do", job.id, extra=about(job.id))
+            logger.info("%s: held by this worker, nothing to do", job.id, extra=self._about(job.id))
             return False
         # First, and until it is held: what `settle_unsure` finds claimed meanwhile may be this claim.
         self._claiming.add(job.id)
@@ -102,7 +103,7 @@ class Claims:
             # Redis is away. The sweep sends the wake-up call again, or, if only the answer to the claim was lost, the
             # rollout is given back when Redis answers.
             said = what_redis_does(error)
-            logger.warning("%s: not claimed, %s: %s", job.id, said, error, extra=about(job.id))
+            logger.warning("%s: not claimed, %s: %s", job.id, said, error, extra=self._about(job.id))
             self._unsure.add(job.id)
             return False
         if claim == "invalid":
@@ -112,9 +113,11 @@ class Claims:
             self._keeper.hold(job.id, claim.attempt)
             return True
         if claim == "unknown":
-            logger.error("%s: a message without a record; the record expired or Redis lost it", job.id)
+            logger.error(
+                "%s: a message without a record; the record expired or Redis lost it", job.id, extra=self._about(job.id)
+            )
         else:
-            logger.info("%s: already %s, nothing to do", job.id, claim, extra=about(job.id))
+            logger.info("%s: already %s, nothing to do", job.id, claim, extra=self._about(job.id))
         return False
 
     def _claim_or_refuse(self, rollout_id: str, carried: object) -> Claim | str:
@@ -133,7 +136,9 @@ class Claims:
             try:
                 self._settle(rollout_id)
             except InvalidRequestError as error:
-                logger.warning("%s: not given back, its lease lapses: %s", rollout_id, error, extra=about(rollout_id))
+                logger.warning(
+                    "%s: not given back, its lease lapses: %s", rollout_id, error, extra=self._about(rollout_id)
+                )
             except redis.RedisError:
                 self._unsure.add(rollout_id)
                 raise
@@ -160,7 +165,7 @@ class Claims:
             if job.cancel_reason is not CancelReason.LEASE_LOST:
                 self._give_up(job, claim)
         except (redis.RedisError, InvalidRequestError) as error:
-            logger.warning("%s: not handed back, its lease lapses: %s", job.id, error, extra=about(job.id))
+            logger.warning("%s: not handed back, its lease lapses: %s", job.id, error, extra=self._about(job.id))
         finally:
             self.release(job)
 
@@ -187,7 +192,7 @@ class Claims:
         """Cancel the job of a rollout whose lease was lost, or whose cancellation was asked for."""
         held = self._held.get(rollout_id)
         if held is not None:
-            logger.warning("%s: %s, ending it", rollout_id, renewal, extra=about(rollout_id))
+            logger.warning("%s: %s, ending it", rollout_id, renewal, extra=self._about(rollout_id))
             held[0].cancel(_REASONS[renewal])
 
     # -- ending its record, on the threads on which Celery stores results ----------------------------------------------
@@ -209,11 +214,15 @@ class Claims:
             # Redis is full, or fails over. The lease is kept meanwhile, so nobody runs the rollout again.
             raise redis.ConnectionError(f"Redis takes no writes: {type(refusal).__name__}") from None
         if not committed:
-            logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=about(rollout_id))
+            logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=self._about(rollout_id))
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout, whoever holds it."""
         self._store.cancel(rollout_id)
+
+    def _about(self, rollout_id: str) -> dict[str, Any]:
+        held = self._held.get(rollout_id)
+        return about(rollout_id, held[1].attempt if held else None, self._worker)
 
     def release(self, job: Job) -> None:
         """Stop keeping the lease of what was claimed for ``job``; by then its record has ended or was given back."""
@@ -221,6 +230,13 @@ class Claims:
             self._keeper.drop(job.id)
             self._on_release(claim)
             del self._held[job.id]
+
+
+def about(
+    rollout_id: str, attempt: int | None = None, worker: str | None = None, stage: str = "claim"
+) -> dict[str, Any]:
+    """Return the structured fields of a log line about a rollout."""
+    return {"rollout_id": rollout_id, "attempt": attempt, "worker": worker, "stage": stage}
 
 
 def refused(task_id: str, carried: object) -> RolloutResult:
@@ -239,11 +255,6 @@ def invalid(rollout_id: str, message: str, **fields: object) -> RolloutResult:
     return RolloutResult.parse(
         {"rollout_id": rollout_id, "stop_condition": StopCondition.HAS_ERROR, "error": error, **fields}
     )
-
-
-def about(rollout_id: str) -> dict[str, str]:
-    """Return the structured fields of a log line about a rollout."""
-    return {"rollout_id": rollout_id}
 
 
 def _offered(task_id: str, carried: object) -> RolloutRequest | None:

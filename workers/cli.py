@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from producer import operator_cli  # noqa: F401 - its commands
 from producer.cli import app
 from workers.init import become_init_if_first
 
@@ -57,7 +58,8 @@ def worker(
     celery_app = _configured(lambda: create_app(settings))
     _require_platform(settings)
     _configured(lambda: _require_redis(settings))
-    arguments = ["worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
+    # Quiet: Celery would print a banner into the log lines.
+    arguments = ["--quiet", "worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
     queues = ",".join((broker.QUEUE, broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE))
     arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -31,7 +29,7 @@ from producer.contract import (
 )
 from producer.policy import cancelled_error
 from producer.server import redact, what_redis_does
-from workers import access, claims, instruments
+from workers import access, claims, fleet_report, instruments, metrics
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
@@ -43,18 +41,10 @@ from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
 from workers.loop_watch import LoopWatch
-from workers.metrics import (
-    SCRAPE_PATIENCE,
-    BreakerCollector,
-    LeakCollector,
-    LoopCollector,
-    QueueCollector,
-    RolloutCollector,
-    TunnelCollector,
-)
 from workers.orphans import Orphans
 from workers.pool import AsyncioPool, CancelReason, Job
 from workers.progress import ProgressTeller
+from workers.questions import Questions, drain_this_process
 from workers.registry import Secrets, check
 from workers.rollout import Systems, run_rollout
 from workers.settings import WorkerSettings
@@ -62,6 +52,8 @@ from workers.state import Rollout
 from workers.stores import connected
 from workers.sweep import sweep
 from workers.systems import WorkerSystems
+from workers.telemetry import about_attempt, recent_lines
+from workers.tracing import tracing
 from workers.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
@@ -104,6 +96,7 @@ class Fleet:
             hooks = ThreadPoolExecutor(self.settings.hook_threads, thread_name_prefix="hook")
             asyncio.get_running_loop().set_default_executor(hooks)  # where `asyncio.to_thread` runs plain hooks
             self.ledger = Ledger(self.store.client, lease_ttl=self.settings.lease_ttl)
+            self.spans = stack.enter_context(tracing(self.settings, self.worker))
             await self._when_redis_answers(None, self._require_redis)
             fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
@@ -111,7 +104,6 @@ class Fleet:
             self.orphans = Orphans(
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )
-            self.progress = self._progress_teller()
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
@@ -130,8 +122,10 @@ class Fleet:
                 limit=self._cap_by_breaker,
                 running=lambda: len(self.claims),
             )
-            scraped = stack.enter_context(connected(self.settings, self.app, patience=SCRAPE_PATIENCE, once=True))
-            admin.collect(QueueCollector(scraped), *self._collectors())
+            scraped = stack.enter_context(
+                connected(self.settings, self.app, patience=metrics.SCRAPE_PATIENCE, once=True)
+            )
+            admin.collect(metrics.QueueCollector(scraped), *self._collectors())
             self.keeper.start()
             stack.push_async_callback(self._stop_keeper)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")
@@ -156,11 +150,11 @@ class Fleet:
     def _collectors(self) -> tuple[Collector, ...]:
         return (
             *instruments.ALL,
-            RolloutCollector(lambda: list(self._running.values()), lambda: self.pool.limit),
-            TunnelCollector(self.systems.tunnels.report),
-            LeakCollector(lambda: self.orphans.leaked),
-            BreakerCollector(self.breaker.report),
-            LoopCollector(self.loop_watch, lambda: self.pool.info["loop-lag-ms"]),
+            metrics.RolloutCollector(lambda: list(self._running.values()), lambda: self.pool.limit),
+            metrics.TunnelCollector(self.systems.tunnels.report),
+            metrics.LeakCollector(lambda: self.orphans.leaked),
+            metrics.BreakerCollector(self.breaker.report),
+            metrics.LoopCollector(self.loop_watch, lambda: self.pool.info["loop-lag-ms"]),
         )
 
     def _require_redis(self) -> None:
@@ -193,7 +187,17 @@ class Fleet:
             report=self._report,
             # Not on the keeper's own thread: a sweep of thousands must not hold up renewals.
             duties=lambda: self._threads.submit(self.sweep),
-            on_question=self.progress.asked,
+            runs=lambda: fleet_report.runs(self._running),
+            on_question=self._questions().answer,
+        )
+
+    def _questions(self) -> Questions:
+        return Questions(
+            self.store.client,
+            self.worker,
+            recent=recent_lines(),
+            drain=drain_this_process,
+            progress=self._progress_teller().asked,
         )
 
     async def _stop_keeper(self) -> None:
@@ -235,7 +239,8 @@ class Fleet:
         self.breaker.watch(rollout)
         self._running[claim.rollout_id] = rollout
         try:
-            await self._run_on_ledger(rollout, environment, systems)
+            with about_attempt(rollout), self.spans.attempt(rollout, claim):
+                await self._run_on_ledger(rollout, environment, systems)
         except asyncio.CancelledError:
             # A shutdown that comes while a finished attempt is cleaned up has ended nothing: its result counts.
             if not (rollout.is_over and job.cancel_reason is CancelReason.SHUTDOWN):
@@ -251,6 +256,7 @@ class Fleet:
             rollout.failed_attempts = await self._when_redis_answers(
                 claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id)
             )
+        self.spans.ended(rollout, claim, condition)
         return rollout.result(condition)
 
     async def _run_on_ledger(self, rollout: Rollout, environment: Environment, systems: Systems) -> None:
@@ -293,7 +299,11 @@ class Fleet:
         how = HandBack(error=error, delay=delay, turns=rollout.trajectory, counts=counts)
         if await self._release(claim, rollout.request, how) in {Requeue.REQUEUED, Requeue.STALE}:
             logger.warning(
-                "%s: runs again in %.1f s or more: %s", claim.rollout_id, delay, error, extra=about(claim.rollout_id)
+                "%s: runs again in %.1f s or more: %s",
+                claim.rollout_id,
+                delay,
+                error,
+                extra=about(claim.rollout_id, claim.attempt, self.worker, "retry"),
             )
             raise Ignore
 
@@ -333,7 +343,9 @@ class Fleet:
                     said = "the worker's start waits for Redis at %s, check ROLLOUTS_REDIS_URL if it is up: %s"
                     logger.warning(said, url, error, extra={"stage": "start"})
                 else:
-                    logger.warning("%s: waits for Redis: %s", rollout_id, error, extra=about(rollout_id))
+                    logger.warning(
+                        "%s: waits for Redis: %s", rollout_id, error, extra=about(rollout_id, None, self.worker, "wait")
+                    )
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _REDIS_DELAY_MAX)
 
@@ -367,23 +379,7 @@ class Fleet:
             logger.info("sweep: %s", counts, extra={"stage": "sweep"})
 
     def _report(self) -> dict[str, Any]:
-        phases = Counter(rollout.phase.value for rollout in list(self._running.values()))
-        return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process": self.systems.process,
-            "concurrency": self.pool.limit,
-            "breaker": self.breaker.report(),
-            "running": len(self.claims),
-            "phases": dict(phases),
-            "loop_lag_ms": self.pool.info["loop-lag-ms"],
-            "loop_blocked": self.loop_watch.report(),
-            "environments": self.environments.names(),
-            "tunnels": self.systems.tunnels.report(),
-            "leaked": self.orphans.leaked,
-            "started_at": self._started_at,
-            "state": self._state(),
-        }
+        return fleet_report.report(self, self._running, self._started_at, self._state())
 
     def _state(self) -> str:
         """Return ``running``, ``paused`` (the breaker lets it take nothing, or one), ``hung``, or ``draining``."""

@@ -6,6 +6,8 @@ a microsecond, from any thread. A request that got no answer has the status `NO_
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import Counter, Histogram
 
 from producer.contract import ErrorKind, Phase, StopCondition
@@ -63,6 +65,18 @@ ALL = (
 
 _ENDS = [(StopCondition.COMPLETED, ""), (StopCondition.AGENT_TIMEOUT, ""), (StopCondition.CANCELLED, "cancelled")]
 _ENDS += [(StopCondition.HAS_ERROR, kind) for kind in ErrorKind if kind is not ErrorKind.CANCELLED]
+
+
+def totals() -> dict[str, Any]:
+    """Return what this process has counted so far, ``{attempts, finished}``, the latter by outcome."""
+    finished: dict[str, int] = {}
+    for outcome, error in _ENDS:
+        finished[outcome.value] = finished.get(outcome.value, 0) + _count(FINISHED.labels(outcome, error))
+    return {"attempts": _count(ATTEMPTS), "finished": finished}
+
+
+def _count(counter: Counter) -> int:
+    return int(next(s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total")))
 
 
 def _begin_at_zero() -> None:

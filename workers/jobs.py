@@ -34,7 +34,7 @@ _SHALLOW = 200
 class Claim:
     """A rollout that this worker may run now. ``last`` is set when no further attempt is allowed after this one.
 
-    ``at`` is when it was claimed, in `time.monotonic` seconds.
+    ``at`` is when it was claimed, in `time.monotonic` seconds; ``submitted_at`` is in Unix seconds, 0 if unknown.
     """
 
     rollout_id: str
@@ -45,6 +45,7 @@ class Claim:
     #: The gateway that was chosen among those that the request names; "" where it names none or one.
     gateway_url: str = ""
     at: float = field(default_factory=time.monotonic, compare=False)
+    submitted_at: float = 0.0
 
     def parsed(self) -> RolloutRequest:
         """Return the request; raises `InvalidRequestError` for one that no producer of ours can have written.
@@ -146,10 +147,10 @@ class JobStore:
         status = answer[0].decode()
         if status != "claimed":
             return str(status)
-        _, attempt, spent, max_attempts, batch, gateway, request = answer
+        _, attempt, spent, max_attempts, batch, gateway, submitted, request = answer
         instruments.ATTEMPTS.inc()
-        last = int(spent) >= int(max_attempts)
-        return Claim(rollout_id, int(attempt), last, batch.decode(), request, gateway.decode())
+        last, at = int(spent) >= int(max_attempts), (_number(submitted, digits=13) or 0) / 1000
+        return Claim(rollout_id, int(attempt), last, batch.decode(), request, gateway.decode(), submitted_at=at)
 
     def renew(self, held: Iterable[tuple[str, int]]) -> dict[str, Renewal]:
         """Renew the leases of ``(rollout id, attempt)`` pairs; returns what was found for each id."""
@@ -362,9 +363,9 @@ def _id_in(member: bytes) -> str | None:
         return None
 
 
-def _number(text: bytes | None) -> int | None:
+def _number(text: bytes | None, digits: int = 9) -> int | None:
     """Return a number that the scripts count up; None for what none of them has written."""
-    return int(text) if text and text.isdigit() and len(text) < 10 else None
+    return int(text) if text and text.isdigit() and len(text) <= digits else None
 
 
 def _priority(text: bytes | None) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 import redis
 
 from producer import broker
+from producer.server import what_redis_does
 from workers.instruments import LEASE_LOSSES, LEASE_RENEWALS
 from workers.jobs import JobStore, Renewal
 from workers.loop_watch import LoopWatch
@@ -39,7 +40,8 @@ class LeaseKeeper(threading.Thread):
     was asked for. ``loop`` says when the event loop last moved, and is asked to look at it, in a thread of its own.
     ``on_hang(True)`` is called when it has hung for longer than ``hang_limit`` seconds and ``on_hang(False)`` when it
     moves again. ``report()`` is what this worker tells the fleet about itself. ``duties`` is called at every renewal;
-    it must not block. ``on_question(token, rollout_ids)`` is called when a producer asks how far rollouts have come.
+    it must not block. ``runs()`` is what of its rollouts is told, and ``on_question(fields)`` is called with what
+    somebody asks workers where they watch for cancellations.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class LeaseKeeper(threading.Thread):
         on_hang: Callable[[bool], object],
         report: Callable[[], dict[str, Any]],
         duties: Callable[[], object],
-        on_question: Callable[[str, list[str]], object] = lambda token, rollout_ids: None,
+        runs: Callable[[], dict[str, Any]] = dict,
+        on_question: Callable[[Mapping[bytes, bytes]], object] = lambda _: None,
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self.interval = store.lease_ttl / 4
@@ -65,7 +68,9 @@ class LeaseKeeper(threading.Thread):
         self._on_hang = on_hang
         self._report = report
         self._duties = duties
+        self._runs = runs
         self._on_question = on_question
+        self._told = b""
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -126,7 +131,7 @@ class LeaseKeeper(threading.Thread):
                 self._watch_cancels(due)
             except redis.RedisError as error:
                 # Redis is away, restarting, or loading. Leases lapse there and are simply renewed when it is back.
-                logger.warning("Redis does not answer, leases wait: %s", error, extra={"stage": "lease_wait"})
+                logger.warning("leases wait, %s: %s", what_redis_does(error), error, extra={"stage": "lease_wait"})
                 due = 0.0
                 self._stopping.wait(min(1.0, self.interval))
             except Exception:
@@ -179,9 +184,17 @@ class LeaseKeeper(threading.Thread):
         pipe.zadd(broker.WORKERS, {self._worker: self._store.now_ms() + REPORT_TTL * 1000})
         pipe.zremrangebyscore(broker.WORKERS, "-inf", self._store.now_ms() - 60_000)
         pipe.execute()
+        self._tell_runs()
+
+    def _tell_runs(self) -> None:
+        """Tell what runs, where that has changed: agents run for hours, and there may be thousands."""
+        key, runs = broker.worker_runs_key(self._worker), orjson.dumps(self._runs())
+        if runs != self._told or not self._store.client.expire(key, REPORT_TTL):
+            self._store.client.set(key, runs, ex=REPORT_TTL)
+            self._told = runs
 
     def _watch_cancels(self, due: float) -> None:
-        """Wait for cancellations until the next renewal is due; the record's flag covers any that is missed here."""
+        """Wait for cancellations and questions until the next renewal; a record's flag covers a missed cancellation."""
         if self._seen_cancel is None:  # "$" would miss what comes between two calls
             newest = self._store.client.xrevrange(broker.CANCELS, count=1)
             self._seen_cancel = newest[0][0].decode() if newest else "0-0"
@@ -191,19 +204,13 @@ class LeaseKeeper(threading.Thread):
             for entry_id, fields in messages:
                 self._seen_cancel = entry_id.decode()
                 if b"ask" in fields:
-                    self._hear(fields)
-                    continue
-                rollout_id = fields[b"id"].decode()
-                if self.attempt_of(rollout_id) is not None:
+                    self._on_question(fields)
+                elif self.attempt_of(rollout_id := fields[b"id"].decode()) is not None:
                     self._on_lost(rollout_id, Renewal.CANCELLED)
-
-    def _hear(self, fields: dict[bytes, bytes]) -> None:
-        if fields[b"worker"].decode() == self._worker:
-            self._on_question(fields[b"ask"].decode(), fields[b"rollouts"].decode().split())
 
     def _withdraw(self) -> None:
         try:
-            self._store.client.delete(broker.worker_key(self._worker))
+            self._store.client.delete(broker.worker_key(self._worker), broker.worker_runs_key(self._worker))
             self._store.client.zrem(broker.WORKERS, self._worker)
         except redis.RedisError as error:
             logger.info("the worker's report could not be withdrawn, it expires: %s", error)

@@ -166,13 +166,13 @@ class Ledger:
 
     # -- how many are left ---------------------------------------------------------------------------------------------
 
-    def note_strays(self, count: int) -> None:
-        """Keep how many things of no attempt were found and could not be deleted."""
-        self._client.set(broker.STRAYS, count)
+    def note_strays(self, **counts: int) -> None:
+        """Keep how many things of no attempt were found and could not be deleted, for each kind that was looked for."""
+        self._client.hset(broker.STRAYS, mapping=counts)
 
     def leaked(self) -> int:
         """Return how many attempts and things may be left over: open entries, and strays."""
-        return int(self._client.hlen(broker.LEDGER)) + int(self._client.get(broker.STRAYS) or 0)
+        return int(self._client.hlen(broker.LEDGER)) + sum(map(int, self._client.hvals(broker.STRAYS)))
 
     # -- who lives -----------------------------------------------------------------------------------------------------
 

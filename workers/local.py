@@ -271,7 +271,8 @@ class LocalStack:
         assert self._reaper is not None  # noqa: S101 - started first
         self._tell(name, "starting")
         log = self.logs[name] = self._log_dir / f"{name}.log"
-        environment = os.environ | dict(variables) | dict(self.options.settings) | self._reaper.environment()
+        logs = {"ROLLOUTS_LOG_FORMAT": "human"}  # whoever runs all of it on a machine reads them there
+        environment = logs | os.environ | dict(variables) | dict(self.options.settings) | self._reaper.environment()
         with log.open("ab") as output:
             process = subprocess.Popen(  # noqa: S603 - our own commands
                 list(command),

@@ -91,6 +91,7 @@ class QueueCollector(Collector):
 
     def _queue(self) -> Iterator[Metric]:
         now = self._store.now_ms()
+        places = [place.decode() for place in self._store.client.smembers(broker.PLACES)]
         pipe = self._store.client.pipeline(transaction=False)
         pipe.zcard(broker.PENDING)
         pipe.zcard(broker.DELAYED)
@@ -100,11 +101,15 @@ class QueueCollector(Collector):
         for base in bases:  # what was put to the front of its list has no time
             limits = f"({base}", f"({base + broker.LIST_SPAN}"
             pipe.zrangebyscore(broker.PENDING, *limits, start=0, num=1, withscores=True)
-        queued, delayed, running, lapsed, *firsts = pipe.execute()
+        for place in places:
+            pipe.zcard(broker.parked_key(place))
+        queued, delayed, running, lapsed, *others = pipe.execute()
+        firsts, parked = others[: len(bases)], sum(others[len(bases) :])
         times = [score - base for base, first in zip(bases, firsts, strict=True) for _, score in first]
         oldest = max(0.0, (now - min(times)) / 1000) if times else 0.0
         yield GaugeMetricFamily("rollouts_queued", "Rollouts of the fleet that wait for a worker.", value=queued)
         yield GaugeMetricFamily("rollouts_delayed", "Rollouts of the fleet that failed, and wait.", value=delayed)
+        yield GaugeMetricFamily("rollouts_parked", "Rollouts of the fleet that wait for what is limited.", value=parked)
         yield GaugeMetricFamily("rollouts_running", "Rollouts of the fleet that hold a lease.", value=running)
         yield GaugeMetricFamily("rollouts_lapsed", "Rollouts of the fleet whose lease lapsed.", value=lapsed)
         what = "For how long the oldest of those that wait for a worker has waited."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
@@ -253,6 +254,7 @@ class Orphans:
             strays = [leak_of(tunnel) for tunnel in await self._stray_tunnels(found)]
             deleted = await asyncio.gather(*(self._delete(leak, cleared) for leak in strays))
             cleared.left = [leak for leak, gone in zip(strays, deleted, strict=True) if not gone]
+        await self._redis(lambda: self._ledger.note_strays(tunnel=len(cleared.left)))
         return cleared
 
     async def clear_strays(self) -> Cleared:
@@ -265,7 +267,8 @@ class Orphans:
             return cleared
         deleted = await asyncio.gather(*(self._delete(leak, cleared) for leak in strays))
         cleared.left = [leak for leak, gone in zip(strays, deleted, strict=True) if not gone]
-        await self._redis(lambda: self._ledger.note_strays(len(cleared.left)))
+        left = Counter(leak.kind for leak in cleared.left)
+        await self._redis(lambda: self._ledger.note_strays(sandbox=left["sandbox"], tunnel=left["tunnel"]))
         return cleared
 
     async def strays(self) -> list[Leak]:

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from producer.contract import GatewayUrl
 from producer.settings import ALLOW_EVICTION, DEFAULT_REDIS_URL, RedisUrl
 from workers.foreign import host_pattern
+from workers.telemetry import LogFormat
 
 
 class WorkerSettings(BaseSettings):
@@ -127,6 +128,15 @@ class WorkerSettings(BaseSettings):
     admin_token: SecretStr | None = Field(
         default=None,
         description="What /metrics wants there as a bearer token; needed on other addresses than loopback.",
+    )
+    tracing: bool = Field(
+        default=False, description="True: a trace of each rollout goes to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)."
+    )
+    log_format: LogFormat = Field(
+        default=LogFormat.AUTO, description="auto: log lines for people in a terminal, else JSON; or human, or json."
+    )
+    recent_lines: int = Field(
+        default=20_000, ge=0, description="Log lines of rollouts kept in memory for `rollouts logs`, the latest."
     )
     lease_ttl: float = Field(default=60.0, gt=0, description="Seconds after which a dead worker's rollouts run again.")
     loop_hang_limit: float = Field(

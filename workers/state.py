@@ -106,11 +106,14 @@ class Rollout:
     failed_attempts: list[FailedAttempt] = field(default_factory=list)
 
     phase: Phase = Phase.REGISTER
+    #: When it entered that phase, in Unix seconds.
+    phase_since: float = field(default_factory=time.time)
     #: The phase in which the attempt was when its clean-up began.
     last_phase: Phase = Phase.REGISTER
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     on_phase: Callable[[Rollout, Phase], None] | None = field(default=None, repr=False)
+    on_phase_end: Callable[[Phase, float], None] | None = field(default=None, repr=False)
     #: When it began, in `time.monotonic` seconds.
     began: float = field(default_factory=time.monotonic)
 
@@ -128,11 +131,28 @@ class Rollout:
         """The id of the attempt before, which a dead worker may have left registered."""
         return gateway_id(self.request.rollout_id, self.attempt - 1) if self.attempt > 1 else None
 
+    @property
+    def rollout_id(self) -> str:
+        """The rollout's id."""
+        return self.request.rollout_id
+
+    @property
+    def stage(self) -> str:
+        """Where the attempt stands, for log lines that name no stage of their own."""
+        return self.phase.value
+
     def enter(self, phase: Phase) -> None:
         """Note that the attempt is now in ``phase``."""
         self.phase = phase
+        self.phase_since = time.time()
         if self.on_phase:
             self.on_phase(self, phase)
+
+    def note_duration(self, phase: Phase, seconds: float) -> None:
+        """Note for how long the attempt was in ``phase``, which has ended."""
+        self.durations[phase.value] = seconds
+        if self.on_phase_end:
+            self.on_phase_end(phase, seconds)
 
     def fail(self, error: ErrorInfo) -> None:
         """Record ``error`` unless an earlier one is recorded: the first is the cause, later ones follow from it."""

@@ -9,6 +9,8 @@ import pytest
 from helm.chart import CI, Helm, Resource, container, of_kind, pod, variables, workloads
 
 from producer import broker
+from workers.gateway.server import GatewaySettings
+from workers.settings import WorkerSettings
 
 #: Kubernetes's longest name of a pod's controller that leaves its labels valid.
 LONGEST_NAME = 63
@@ -52,6 +54,36 @@ def test_what_a_pod_needs_is_there(rendered: dict[str, list[Resource]], values: 
                 assert reference["key"] in own_secrets[reference["name"]]["stringData"]
         names = [entry["name"] for entry in container(resource).get("env", [])]
         assert len(names) == len(set(names)), "Kubernetes would silently take the last"
+
+
+def _known_variables() -> set[str]:
+    """Return the variables that worker, beat and gateway read."""
+    found = {f"ROLLOUTS_{name.upper()}" for name in WorkerSettings.model_fields}
+    return found | {f"ROLLOUTS_GATEWAY_{name.upper()}" for name in GatewaySettings.model_fields}
+
+
+@pytest.mark.parametrize("values", CI)
+def test_every_variable_of_ours_is_one_that_is_read(rendered: dict[str, list[Resource]], values: str) -> None:
+    given = {
+        entry["name"]
+        for resource in workloads(rendered[values]).values()
+        for entry in container(resource).get("env", [])
+        if entry["name"].startswith("ROLLOUTS_")
+    }
+    assert given
+    assert given <= _known_variables()
+
+
+def test_the_gateway_keeps_its_journal_on_the_volume_that_is_mounted(helm4: Helm) -> None:
+    over = {"gateway": {"persistence": {"enabled": True, "size": "3Gi"}}}
+    resources = helm4.render("trial", over)
+    gateway = of_kind(resources, "StatefulSet")["fleet-gateway"]
+
+    journal = variables(gateway, of_kind(resources, "Secret"))["ROLLOUTS_GATEWAY_JOURNAL"]
+    (mounted,) = [mount for mount in container(gateway)["volumeMounts"] if mount["mountPath"] == journal]
+    (claim,) = gateway["spec"]["volumeClaimTemplates"]
+    assert mounted["name"] == claim["metadata"]["name"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "3Gi"
 
 
 @pytest.mark.parametrize("values", CI)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from support import free_port, wait_until
 from typer.testing import CliRunner
 
 from producer import RolloutRequest, SyncProducer
-from producer.cli import app
 from producer.settings import ProducerSettings
 from workers.cli import app as worker_app
 from workers.environment import Environment
@@ -67,10 +65,8 @@ def one_worker(probes: Probes, logs: Path, **settings: str) -> Iterator[LocalSta
         yield stack
 
 
-def pid_of_worker(stack: LocalStack) -> int:
-    shown = CliRunner().invoke(app, ["status", "--redis-url", stack.redis_url, "--json"])
-    (worker,) = json.loads(shown.stdout)["workers"]
-    return int(worker["pid"])
+def operate(stack: LocalStack, *arguments: str) -> Any:
+    return json.loads(CliRunner().invoke(worker_app, [*arguments, "--redis-url", stack.redis_url, "--json"]).stdout)
 
 
 def request(**fields: Any) -> RolloutRequest:
@@ -96,7 +92,8 @@ def test_probes_tell_of_a_loop_that_hangs_and_of_a_drain(tmp_path: Path) -> None
 
         last = producer.submit(request(run_command=waits))
         wait_until(started.exists, timeout=60, what="the agent")
-        os.kill(pid_of_worker(stack), signal.SIGTERM)
+        (worker,) = operate(stack, "status")["workers"]
+        assert operate(stack, "drain", worker["name"])["draining"]
         probes.await_ready(503, "draining")
         assert probes.answer("/livez")[0] == 200, "a drain is no reason to kill it"
         end.touch()

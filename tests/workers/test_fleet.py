@@ -393,7 +393,8 @@ def test_a_worker_that_waits_for_redis_names_the_setting_and_asks_less_and_less_
     monkeypatch.setattr("workers.fleet.asyncio.sleep", note)
     assert asyncio.run(wait()) == "there"
     monkeypatch.undo()
-    assert [delay for delay in delays if delay >= 0.5] == [0.5, 1, 2, 4, 8, 8]
+    # Others who sleep on a busy machine are noted as well.
+    assert [delay for delay in delays if delay in {0.5, 1, 2, 4, 8}] == [0.5, 1, 2, 4, 8, 8]
     (line, *_) = [r for r in caplog.records if "worker's start waits" in r.getMessage()]
     assert "redis://***@nowhere:1/0, check ROLLOUTS_REDIS_URL" in line.getMessage()
     assert "secret" not in caplog.text

@@ -20,9 +20,9 @@ from support import free_port, wait_until
 from typer.testing import CliRunner
 
 from producer import Producer, RolloutRequest, RolloutResult
-from producer.cli import app
 from producer.contract import ErrorKind, Phase, StopCondition
 from producer.settings import ProducerSettings
+from workers.cli import app
 from workers.environment import Environment
 from workers.local import LocalStack, StackOptions
 from workers.state import Rollout
@@ -156,6 +156,35 @@ def test_status_shows_the_fleet_in_one_view_and_as_json(stack: LocalStack, admin
     for sample in ("rollouts_concurrency 20.0", "rollouts_redis_up 1.0", "rollouts_lease_losses_total 0.0"):
         assert sample in metrics
     assert 'rollouts_gateway_requests_total{operation="register",status="200"}' in metrics
+
+
+def operate(stack: LocalStack, *arguments: str) -> Any:
+    return json.loads(CliRunner().invoke(app, [*arguments, "--redis-url", stack.redis_url, "--json"]).stdout)
+
+
+def test_a_rollout_is_listed_while_it_runs_its_lines_are_found_and_it_can_be_retried(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    with ThreadPoolExecutor(1) as other:
+        command = f"while [ ! -e {end} ]; do sleep 0.05; done; exit 3"
+        held = other.submit(run, stack, {"rollout_id": "told", "run_command": command})
+        wait_until(lambda: [one["phase"] for one in operate(stack, "ps")["rollouts"]] == ["agent"], what="its phase")
+        assert operate(stack, "ps")["rollouts"][0]["rollout_id"] == "told"
+        end.touch()
+        held.result(60)
+
+    told = operate(stack, "logs", "told")
+    assert (told["record"]["state"], told["record"]["outcome"]) == ("done", "has_error")
+    stages = [line["stage"] for line in told["lines"]]
+    assert [s for s in stages if s in {"start", "register_rollout", "start_agent", "finish"}] == [
+        *("start", "register_rollout", "start_agent", "finish")
+    ]
+    assert {(line["attempt"], line["worker"] != "") for line in told["lines"]} == {(1, True)}
+
+    assert operate(stack, "retry", "told")["rollouts"] == {"told": "retried"}
+    wait_until(lambda: operate(stack, "logs", "told")["record"]["attempt"] == "2", what="the next attempt")
+    wait_until(lambda: operate(stack, "logs", "told")["record"]["state"] == "done", what="its end")
 
 
 class Hanging(Environment):

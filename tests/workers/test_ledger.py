@@ -262,5 +262,7 @@ def test_what_may_be_left_is_counted(ledger: Ledger) -> None:
     assert ledger.leaked() == 0
     ledger.note("r1", 1, "w1")
     ledger.note("r1", 2, "w1")
-    ledger.note_strays(3)
+    ledger.note_strays(sandbox=2, tunnel=1)
     assert ledger.leaked() == 5
+    ledger.note_strays(tunnel=0)
+    assert ledger.leaked() == 4

@@ -64,6 +64,8 @@ def test_the_queue_is_told_as_redis_has_it(redis_url: str) -> None:
         waiting = {"front": broker.pending_base(9), "old": broker.pending_base(9) + now - 60_000}
         store.client.zadd(broker.PENDING, waiting | {"new": broker.pending_base(0) + now})
         store.client.zadd(broker.DELAYED, {"later": now + 60_000})
+        store.client.sadd(broker.PLACES, "env:full")
+        store.client.zadd(broker.parked_key("env:full"), {"p1": now, "p2": now})
         store.client.zadd(broker.RUNNING, {"r1": now + 60_000, "r2": now + 60_000, "lost": now - 1})
         store.client.config_set("maxmemory", 10**9)
         try:
@@ -72,7 +74,7 @@ def test_the_queue_is_told_as_redis_has_it(redis_url: str) -> None:
             store.client.config_set("maxmemory", 0)
 
         assert 60 <= found["rollouts_oldest_queued_seconds"] < 70
-        assert (found["rollouts_queued"], found["rollouts_delayed"]) == (3, 1)
+        assert (found["rollouts_queued"], found["rollouts_delayed"], found["rollouts_parked"]) == (3, 1, 2)
         assert (found["rollouts_running"], found["rollouts_lapsed"], found["rollouts_redis_up"]) == (2, 1, 1)
         assert found["rollouts_redis_memory_limit_bytes"] == 10**9
         assert 0 < found["rollouts_redis_memory_used_bytes"] < 10**9

@@ -535,6 +535,17 @@ def test_strays_that_cannot_be_deleted_are_counted_until_they_are(world: World, 
     assert (world.deleted, ledger.leaked()) == (["s1"], 0)
 
 
+def test_tunnels_that_cannot_be_deleted_are_counted_until_they_are(world: World, ledger: Ledger, sweep: Sweep) -> None:
+    world.tunnel("t1", "dead")
+    world.faults.add("t1")
+    sweep(lambda orphans: orphans.clear_strays())
+    sweep(lambda orphans: orphans.clear_tunnels())
+    assert ledger.leaked() == 1
+    world.faults.clear()
+    sweep(lambda orphans: orphans.clear_tunnels())
+    assert (world.deleted, ledger.leaked()) == (["t1"], 0)
+
+
 def test_a_fleet_whose_redis_lost_its_data_deletes_nothing_under_its_old_identity(
     world: World, client: redis.Redis, sweep: Sweep
 ) -> None:
@@ -645,6 +656,7 @@ def platform(emulator: PrimeEmulator, monkeypatch: pytest.MonkeyPatch, redis_url
     for name, value in {
         **emulator.environ,
         "ROLLOUTS_REDIS_URL": redis_url,
+        "ROLLOUTS_LEASE_TTL": "0.1",
         "ROLLOUTS_SANDBOX_PROVIDER": "prime",
         "ROLLOUTS_TUNNEL_PROVIDER": "prime",
         "ROLLOUTS_GATEWAY_URL": "http://127.0.0.1:9",
@@ -734,6 +746,24 @@ def test_rollouts_leaks_lists_deletes_and_says_what_is_left(
     assert shown.startswith(f"deleted  sandbox {stray} of unheard-of attempt 1, worker dead, ")
     assert shown.endswith("nothing is left\n")
     assert sorted(platform.leaked()["sandboxes"]) == sorted([running, foreign])
+
+
+def test_rollouts_leaks_deletes_nothing_until_leases_can_be_believed(
+    platform: PrimeEmulator, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis has just come back, and who lives has not renewed its leases yet."""
+    stray = create(platform, OURS, "worker:dead", "rollout:unheard-of", "attempt:1")
+    looks: list[list[str]] = []
+
+    def settled(_: Ledger) -> bool:
+        looks.append(platform.leaked()["sandboxes"])
+        return len(looks) == 2
+
+    monkeypatch.setattr(Ledger, "is_settled", settled)
+    code, shown = leaks("--delete", "--older-than", "0")
+    assert looks == [[stray], [stray]]
+    assert (code, shown.count("deleted  ")) == (0, 1)
+    assert platform.leaked()["sandboxes"] == []
 
 
 def test_rollouts_leaks_says_what_does_not_answer(

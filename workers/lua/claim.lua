@@ -5,8 +5,8 @@
 --       6 its wake-up message, for when it must wait for a place,
 --       7.. fields of a new record (name, value, ...), used when there is none: a message that carries its own request.
 --       Its record is marked: see consume.lua
--- Returns {"claimed", attempt, spent, max_attempts, batch, gateway or "", request}, or {state} when there is nothing to
--- claim: "running" or "done" (a duplicate wake-up), "unknown" (no record, and none was offered), "stale" (ended here, as
+-- Returns {"claimed", attempt, spent, max_attempts, batch, gateway or "", when it was submitted (ms), request}, or {state}
+-- when there is nothing to claim: "running" or "done" (a duplicate wake-up), "unknown" (no record, and none was offered), "stale" (ended here, as
 -- it is too old for what is trained now), "parked" (it is woken when a place is free).
 local SHARE = 4
 local now = clock()
@@ -42,4 +42,4 @@ redis.call('ZREM', KEYS[2], id)
 redis.call('ZREM', KEYS[4], id)
 redis.call('ZADD', KEYS[3], now + ARGV[3], id)
 serve_later_lists(SHARE)
-return {'claimed', attempt, spent, tonumber(record[1]), record[2], gateway, record[3]}
+return {'claimed', attempt, spent, tonumber(record[1]), record[2], gateway, record[6] or '0', record[3]}

@@ -109,17 +109,21 @@ def test_a_creation_that_is_cancelled_while_it_queues_asks_for_nothing(prime: Pr
     prime.run(body, creates_per_minute=1, concurrent_creates=1)
 
 
-def test_waiting_in_our_own_queue_stops_the_phases_deadline(prime: Prime, spec: Spec) -> None:
-    prime.fault("create_sandbox", delay=0.4, times=2)
+def test_waiting_in_our_own_queue_stops_the_phases_deadline(
+    prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime_client, "CREATE_LIMIT", 30.0)
+    prime.fault("create_sandbox", delay=2.0)
 
-    async def one(sandboxes: PrimeSandboxes) -> None:
-        async with deadline(0.75):
+    async def one(sandboxes: PrimeSandboxes, seconds: float) -> None:
+        async with deadline(seconds):
             context = sandboxes.create(spec())
             await context.__aenter__()
         await context.__aexit__(None, None, None)
 
     async def body(sandboxes: PrimeSandboxes) -> None:
-        await asyncio.gather(one(sandboxes), one(sandboxes))
+        # The second one has less time than it waits for the first, and more than it takes itself.
+        await asyncio.gather(one(sandboxes, 60), one(sandboxes, 1.9))
 
     prime.run(body, concurrent_creates=1)
 

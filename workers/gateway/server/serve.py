@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import uvicorn
-from pydantic import Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from workers.addresses import is_loopback
@@ -19,7 +19,7 @@ from workers.gateway.server.peers import Peers
 from workers.gateway.server.recorder import REGISTRATION_TTL
 from workers.gateway.server.upstream import base_url
 from workers.gateway.server.upstreams import UpstreamLimits
-from workers.telemetry import configure_logging
+from workers.telemetry import LogFormat, configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ class GatewaySettings(BaseSettings):
     own_url: str | None = Field(default=None, description="This process's own among them.")
     registration_ttl: float = Field(default=REGISTRATION_TTL, gt=0, description="Idle seconds of a registration.")
     pause_limit: float = Field(default=600.0, gt=0, description="Seconds that a pause may hold a model call.")
+    log_format: LogFormat = Field(
+        default=LogFormat.AUTO,
+        validation_alias=AliasChoices("log_format", "ROLLOUTS_LOG_FORMAT"),
+        description="As the workers': auto, human or json.",
+    )
     shutdown_grace: float = Field(default=30.0, ge=0, description="Seconds that calls in flight have at a shutdown.")
 
     @property
@@ -74,7 +79,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     """
     check_exposure(settings)
     with listen(settings.host, settings.port) as listener:
-        configure_logging()  # before the journal is read, which may have something to say
+        configure_logging(form=settings.log_format)  # before the journal is read, which may have something to say
         app = gateway_app(settings)
         logger.info("%s", _startup_line(settings, listener, app))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its own orderly shutdown
