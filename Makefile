@@ -1,5 +1,6 @@
 # make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
-# make test   runs the test suite; make test-faults breaks whole fleets, a test each; make test-chart tests the Helm chart
+# make test   runs the test suite; make test-faults breaks whole fleets, a test each; make test-chart tests the Helm chart;
+#             make test-agents runs codex, Claude Code, opencode and mini-swe-agent through the gateway
 # make chaos  breaks a fleet for about eight minutes and prints one JSON line; SEED=n repeats a run
 # make soak   watches a fleet's memory and file descriptors for half an hour; MINUTES=n for another time
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
@@ -11,11 +12,15 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # Test processes: two for each core, as most tests wait for processes that they have started.
 JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 2 )))
 
+# The agents that the gateway is tried with, as they were: a new version may change what it sends.
+NPM_AGENTS := @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 opencode-ai@1.18.33
+PIP_AGENTS := mini-swe-agent==2.4.6
+
 # Hundreds of processes start in the tests: none should have to compile what another one has.
 test test-faults test-chart: export PYTHONDONTWRITEBYTECODE =
 test test-faults test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo demo-llm test test-faults test-chart check bench chaos soak clean
+.PHONY: demo demo-llm test test-faults test-chart test-agents check bench chaos soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -31,6 +36,10 @@ test-faults: $(VENV)/.dev
 
 test-chart: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/helm $(ARGS)
+
+test-agents: $(VENV)/.dev $(VENV)/.agents
+	AGENTS_BIN=$(CURDIR)/$(VENV)/agents/node_modules/.bin:$(CURDIR)/$(VENV)/agents/bin \
+		$(BIN)/pytest -m agents tests/workers/gateway/test_real_agents.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -60,6 +69,14 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml
 $(VENV)/.llm: $(VENV)/.python pyproject.toml
 	@echo "installing into $(VENV) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,llm]'
+	@touch $@
+
+# What cannot be installed is told, and its test skipped: not every network reaches both registries.
+$(VENV)/.agents: Makefile
+	@echo "installing agents into $(VENV)/agents ..."
+	$(PYTHON) -m venv $(VENV)/agents
+	-npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $(NPM_AGENTS)
+	-$(VENV)/agents/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_AGENTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml

@@ -197,6 +197,20 @@ def test_a_fault_of_the_gateways_own_is_json_too(gateway: Any, model: Any, monke
     assert recorded["failures"] == [{"status": 500, "message": answer.json()["detail"], "turns": 0}]
 
 
+def test_a_fault_of_the_gateways_own_has_the_dialects_shape(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("internal words")
+
+    monkeypatch.setattr("workers.gateway.server.calls.read_answer", broken)
+    rollout = gateway.register()
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    answer = gateway.post(f"/v1/rollouts/{rollout}/v1/messages", json=body)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (500, "error", "api_error")
+    answer = httpx.post(f"{gateway.base_url}/v1/rollouts/{rollout}/responses", json={"input": "hi"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "gateway_error")
+    assert "internal words" not in answer.text
+
+
 def nested(levels: int) -> Any:
     value: Any = "x"
     for level in range(levels):

@@ -2,7 +2,8 @@
 
 They are programs of their own, found on PATH or in the folders that ``AGENTS_BIN`` names: ``npm install --prefix DIR
 @openai/codex @anthropic-ai/claude-code opencode-ai`` (``DIR/node_modules/.bin``), ``pip install mini-swe-agent``. They
-take seconds each, so only ``-m agents`` runs them; what is not installed is skipped.
+take seconds each, so only ``-m agents`` runs them (``make test-agents`` installs them first); what is not installed is
+skipped.
 """
 
 from __future__ import annotations
@@ -77,6 +78,25 @@ def agent(request: pytest.FixtureRequest) -> str:
 def test_a_real_agent_does_its_task(
     agent: str, gateway: Any, model: Any, answer_of: Callable[..., Any], tmp_path: Path
 ) -> None:
+    check_task(agent, gateway, model, answer_of, tmp_path)
+
+
+@pytest.mark.parametrize("agent", ["codex", "claude-code"], indirect=True)
+def test_its_calls_pass_to_a_model_server_that_speaks_its_dialect(
+    agent: str,
+    gateway: Any,
+    gateway_with: Callable[..., Any],
+    model: Any,
+    answer_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    inner = str(gateway.base_url.join(f"/v1/rollouts/{gateway.register()}"))  # it speaks every dialect
+    passing = gateway_with(upstream=inner, native=["responses", "messages"], ask_tokens=False)
+    rollout = check_task(agent, passing, model, answer_of, tmp_path)
+    assert all(step["extras"]["native"] for step in passing.trajectory(rollout)["trajectory"])
+
+
+def check_task(agent: str, gateway: Any, model: Any, answer_of: Callable[..., Any], tmp_path: Path) -> str:
     _, tool, argument, dialect, end = AGENTS[agent]
     model.will(*[Worker(answer_of, tool, argument, end)] * 20)
     rollout = gateway.register(key="agent-key")
@@ -97,6 +117,7 @@ def test_a_real_agent_does_its_task(
         [message.get(key) for key in same] for message in before
     ], "the second call continues the first"
     assert "written" in json.dumps(after[len(before) :])
+    return str(rollout)
 
 
 def run(agent: str, base_url: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], Path]:

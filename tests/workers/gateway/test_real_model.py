@@ -60,3 +60,25 @@ def test_the_recorded_ids_and_logprobs_are_the_models_own(
     assert tokens["completion_logprobs"] == [entry["logprob"] for entry in entries]
     assert len(entries) > 3
     assert recorded["integrity"]["problems"] == []
+
+
+@pytest.mark.parametrize(("dialect", "path", "name"), [("responses", "/responses", "input"), ("messages",) * 3])
+def test_its_server_is_asked_in_the_dialects_that_it_speaks(
+    gateway_with: Callable[..., Any], llm_url: str, dialect: str, path: str, name: str
+) -> None:
+    """Whole, streamed, and as a chat call: the model gets the same prompt, and the record is what it said."""
+    gateway = gateway_with(upstream=llm_url, native=[dialect])
+    path = f"/{path.removeprefix('/')}"
+    counts = set()
+    for stream, params in ((False, {}), (True, {}), (False, {"response_format": {"type": "text"}})):
+        rollout = gateway.register(sampling_params={"temperature": 0.0, "max_tokens": 8, **params})
+        answer = gateway.post(f"/v1/rollouts/{rollout}{path}", json={name: MESSAGES, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        (step,) = gateway.trajectory(rollout)["trajectory"]
+        assert step["extras"].get("native", False) is not bool(params)
+        assert len(step["completion"][0]["content"]) > 3
+        if not stream:
+            assert orjson.dumps(step["completion"][0]["content"])[1:-1] in answer.content
+        counts.add(gateway.get(f"/v1/rollouts/{rollout}/progress").json()["prompt_tokens"])
+    assert len(counts) == 1
+    assert counts.pop() > 5

@@ -21,7 +21,7 @@ from workers.gateway.server.calls import CallSettings, ModelCalls
 from workers.gateway.server.control import Control
 from workers.gateway.server.dialects import Dialect, JsonObject, Side, SideCall
 from workers.gateway.server.dialects.table import DIALECTS, natives
-from workers.gateway.server.errors import GatewayRefusal, UpstreamError, fault_message, unauthorized
+from workers.gateway.server.errors import GatewayRefusal, UpstreamError, fault, unauthorized
 from workers.gateway.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
 from workers.gateway.server.gate import Gate
 from workers.gateway.server.journal import Journal
@@ -172,9 +172,7 @@ class GatewayApp:
             if exchange.started:
                 raise
             logger.exception("a request failed by a fault of the gateway's own")
-            message = fault_message(error)
-            body = {"error": {"message": message, "type": "gateway_error", "code": 500}, "detail": message}
-            await exchange.json(body, 500)
+            await self._refuse(exchange, fault(error))
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path

@@ -122,7 +122,8 @@ class ModelCall:
         """Remember a call that the upstream failed, and log it."""
         self.rollout.record_failure(error.status_code, error.message)
         self.core.metrics.calls[self.dialect.name, error.kind] += 1
-        where = {"rollout_id": self.rollout.id}
+        rollout_id, _, attempt = self.rollout.id.partition("~")  # as `workers.state.gateway_id` puts them together
+        where = {"rollout_id": rollout_id, "attempt": int(attempt) if attempt.isdecimal() else 1, "stage": "model_call"}
         logger.warning("model call of rollout %s failed: %s", self.rollout.id, error.message, extra=where)
 
     async def _ask(self) -> bytes:

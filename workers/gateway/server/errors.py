@@ -100,6 +100,13 @@ def busy(reason: str, retry_after: float) -> GatewayRefusal:
     return GatewayRefusal(429, message, error=error, headers={"retry-after": str(math.ceil(retry_after))})
 
 
+def fault(error: Exception) -> GatewayRefusal:
+    """Return the answer to a call that a fault of the gateway's own ended."""
+    message = fault_message(error)
+    told = {"message": message, "type": "gateway_error", "param": None, "code": 500}
+    return GatewayRefusal(500, message, error=told)
+
+
 def fault_message(error: Exception) -> str:
     """Return what is told of a fault of the gateway's own: not its words, which may hold a secret."""
     return f"The rollout gateway failed by a fault of its own ({type(error).__name__}); its log has the traceback."
