@@ -65,6 +65,8 @@ POLICY = _PREFIX + "policy"  #: hash of version, steps (max_off_policy_steps), o
 LIMITS = _PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) to how many rollouts may hold it
 PLACES = _PREFIX + "places"  #: set of the places that somebody holds or waits for
 LANES = _PREFIX + "lanes"  #: hash of served: how many rollouts were claimed, for the share of the later lists
+DELTAS = _PREFIX + "deltas:"  #: + batch id: stream of what running episodes send to their door before they end
+UNCLAIMED = _PREFIX + "unclaimed:"  #: + batch id: set of rollout ids whose client was not there to be answered
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
 ANSWER_TTL = 60  #: seconds for which the answers to a question are kept
 

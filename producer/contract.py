@@ -287,7 +287,8 @@ class RolloutResult(_Frozen):
     ``tokens`` either null or ``{prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs,
     overlong_prompt, is_truncated, routed_experts}``, as the gateway recorded them. ``integrity`` is what the bundled
     gateway checked of it (``ok``, ``problems``, ``partings``, ``branches``, ``unchecked``), None where no gateway told:
-    a trainer leaves out what is not ``ok``. ``durations`` are seconds per phase.
+    a trainer leaves out what is not ``ok``. ``durations`` are seconds per phase. ``episode`` is what an environment
+    answered that runs whole episodes by itself, in a form of its own.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -308,6 +309,7 @@ class RolloutResult(_Frozen):
     completion: list[Message] = Field(default_factory=list)
     is_truncated: bool = False
     integrity: dict[str, Any] | None = None
+    episode: dict[str, Any] | None = None
     stop_condition: StopCondition
     error: ErrorInfo | None = None
     timing: Timing = Field(default_factory=Timing)

@@ -14,6 +14,7 @@ import typer
 
 from producer import operator_cli  # noqa: F401 - its commands
 from producer.cli import app
+from producer.door import command as _door  # noqa: F401 - its command
 from workers.init import become_init_if_first
 
 if TYPE_CHECKING:

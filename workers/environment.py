@@ -67,6 +67,23 @@ class Environment:
         """Do what is left to do while the sandbox still lives: fetch files, write a record."""
 
 
+class EpisodeEnvironment(Environment):
+    """One that runs whole episodes by itself, in the worker's process: without gateway, tunnel and sandbox.
+
+    Its other hooks are not called. A rollout of it is queued, leased, retried, cancelled and delivered as any other.
+    """
+
+    async def run(self, rollout: Rollout) -> None:
+        """Run the episode, and record in ``rollout`` its ``episode``, ``reward`` and ``metrics``.
+
+        Raises `RolloutError`; has ended all that it began also when it is cancelled.
+        """
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Release what it holds for all episodes, when the worker ends."""
+
+
 class CommandEnvironment(Environment):
     """The bundled environment ``command``: the request names the image and the command, and nothing is scored.
 

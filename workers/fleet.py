@@ -33,7 +33,8 @@ from workers import access, claims, fleet_report, instruments, metrics
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.claims import about, invalid, refused
-from workers.environment import Environment
+from workers.environment import Environment, EpisodeEnvironment
+from workers.episode import run_attempt
 from workers.errors import RolloutError
 from workers.gateway.protocol import Gateway
 from workers.history import HandBack
@@ -46,7 +47,7 @@ from workers.pool import AsyncioPool, CancelReason, Job
 from workers.progress import ProgressTeller
 from workers.questions import Questions, drain_this_process
 from workers.registry import Secrets, check
-from workers.rollout import Systems, run_rollout
+from workers.rollout import Systems
 from workers.settings import WorkerSettings
 from workers.state import Rollout
 from workers.stores import connected
@@ -101,6 +102,7 @@ class Fleet:
             fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
             self.systems = await stack.enter_async_context(systems)
+            stack.push_async_callback(self.environments.aclose)
             self.orphans = Orphans(
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )
@@ -231,7 +233,8 @@ class Fleet:
         try:
             environment = self.environments.get(request.environment)
             secrets = self._secrets.of(request)
-            gateway_url, systems = self.systems.of(request)
+            alone = isinstance(environment, EpisodeEnvironment)
+            gateway_url, systems = self.systems.none() if alone else self.systems.of(request)
         except RolloutError as error:
             return RolloutResult.for_request(request, StopCondition.HAS_ERROR, error=error.info(), **here)
 
@@ -262,7 +265,7 @@ class Fleet:
     async def _run_on_ledger(self, rollout: Rollout, environment: Environment, systems: Systems) -> None:
         """Run the attempt; the ledger is told where its clean-up failed, or may not come to its end."""
         try:
-            await run_rollout(rollout, environment, systems)
+            await run_attempt(rollout, environment, systems)
         finally:
             # A creation that was broken off is cleared up behind the attempt: not for long, when the worker shuts down.
             broken_off = self.pool.closing and rollout.last_phase is Phase.SANDBOX

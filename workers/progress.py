@@ -61,7 +61,8 @@ class ProgressTeller:
 
     async def _tell(self, rollout: Rollout) -> dict[str, Any]:
         told: dict[str, Any] = {"phase": rollout.phase.value}
-        if rollout.phase in {Phase.REGISTER, Phase.CLEANUP}:  # the gateway does not know it yet, or any more
+        # The gateway does not know it yet, or any more, or it uses none.
+        if rollout.phase in {Phase.REGISTER, Phase.CLEANUP} or not rollout.gateway_url:
             return told
         try:
             async with self._slots, asyncio.timeout(_GATEWAY_LIMIT):

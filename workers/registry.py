@@ -6,7 +6,9 @@ import importlib
 from collections.abc import Mapping
 
 from producer.contract import RolloutRequest
-from workers.environment import CommandEnvironment, Environment
+from producer.door.config import ServedConfigError
+from producer.door.episode import VERIFIERS
+from workers.environment import CommandEnvironment, Environment, EpisodeEnvironment
 from workers.errors import InvalidRolloutError
 from workers.harbor.environment import HarborEnvironment
 from workers.sandboxes.base import SandboxProvider
@@ -21,8 +23,9 @@ class ConfigurationError(Exception):
 class Environments:
     """The environments that this worker offers, by name. Nothing outside the allow-list is ever imported."""
 
-    def __init__(self, allowed: Mapping[str, str]) -> None:
+    def __init__(self, allowed: Mapping[str, str], bundled: Mapping[str, Environment] | None = None) -> None:
         self._by_name: dict[str, Environment] = {"command": CommandEnvironment(), "harbor": HarborEnvironment()}
+        self._by_name |= bundled or {}
         for name, target in allowed.items():
             found = load(target, setting="ROLLOUTS_ENVIRONMENTS")
             environment = found() if isinstance(found, type) else found
@@ -43,6 +46,12 @@ class Environments:
     def names(self) -> list[str]:
         """Return the names of all environments."""
         return sorted(self._by_name)
+
+    async def aclose(self) -> None:
+        """Release what environments hold for all their rollouts."""
+        for environment in self._by_name.values():
+            if isinstance(environment, EpisodeEnvironment):
+                await environment.aclose()
 
 
 class Secrets:
@@ -90,7 +99,20 @@ def check(settings: WorkerSettings) -> Environments:
             load(named, setting=variable)
         elif named not in {own, "prime"}:
             raise ConfigurationError(f"{variable}: {named!r} is not known; give {own}, prime, or MODULE:FACTORY")
-    return Environments(settings.environments)
+    return Environments(settings.environments, _verifiers(settings) if settings.verifiers else None)
+
+
+def _verifiers(settings: WorkerSettings) -> dict[str, Environment]:
+    try:
+        from workers.verifiers.environment import VerifiersEnvironment
+    except ImportError as error:
+        raise ConfigurationError(
+            f"ROLLOUTS_VERIFIERS is set, but {error}: install verifiers, pip install 'rollout-fleet[verifiers]'"
+        ) from None
+    try:
+        return {VERIFIERS: VerifiersEnvironment(settings.verifiers, settings.redis_url)}
+    except ServedConfigError as error:
+        raise ConfigurationError(f"ROLLOUTS_VERIFIERS: {error}") from None
 
 
 def sandbox_provider(settings: WorkerSettings) -> SandboxProvider:

@@ -45,6 +45,11 @@ class WorkerSettings(BaseSettings):
         default_factory=dict,
         description="Allow-list of environments, as NAME=MODULE:CLASS or MODULE:CLASS (named by its class), by commas.",
     )
+    verifiers: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description="Configurations of verifiers' environments that this worker serves to `rollouts env-server`, each "
+        "a JSON or TOML file that gives its name, by commas (extra verifiers).",
+    )
     secret_env: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Names of this worker's variables that requests may pass on to agents, by commas.",
@@ -160,7 +165,7 @@ class WorkerSettings(BaseSettings):
             parsed[name or attribute] = target
         return parsed
 
-    @field_validator("secret_env", "gateway_allow", mode="before")
+    @field_validator("secret_env", "gateway_allow", "verifiers", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value

@@ -32,6 +32,7 @@ _COPIED = (
         "completion",
         "is_truncated",
         "integrity",
+        "episode",
         "reward",
         "metrics",
         "error",
@@ -94,6 +95,7 @@ class Rollout:
     completion: list[Message] = field(default_factory=list)
     is_truncated: bool = False
     integrity: dict[str, Any] | None = None
+    episode: dict[str, Any] | None = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -91,6 +91,10 @@ class WorkerSystems:
             self._intercepting = self._intercept()
         return self._intercepting
 
+    def none(self) -> tuple[str, Systems]:
+        """Return what `of` does, for an attempt that uses no gateway, no tunnel and no sandbox."""
+        return "", self._ours
+
     def gateway_of(self, gateway_url: str | None, use_gateway: bool | None) -> tuple[str, Gateway] | None:
         """Return where a request with these fields was registered; None when that was its worker's own process.
 

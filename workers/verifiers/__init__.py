@@ -1,0 +1,1 @@
+"""Runs the episodes of verifiers' environments in a worker, for `rollouts env-server` (extra ``verifiers``)."""
