@@ -1,7 +1,8 @@
 """A sandbox provider without sandboxes, for benchmarks: its agents only wait, or end at once.
 
-A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents started with the command
-``wait`` end when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears, 500 of them a second.
+A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents with the command ``wait`` end
+when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears, 500 of them a second; those with ``nap SECONDS`` after so many
+seconds, and all others at once.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class NullJob:
         self._after = after
 
     async def ended(self) -> int:
-        return (await self.wait()).exit_code
-
-    async def wait(self) -> CommandResult:
         if self._ends is not None:
             await self._ends.wait()
-            await asyncio.sleep(self._after)
+        await asyncio.sleep(self._after)
+        self._ends, self._after = None, 0.0
+        return DONE.exit_code
+
+    async def wait(self) -> CommandResult:
+        await self.ended()
         return DONE
 
     async def output(self) -> CommandResult | None:
@@ -45,7 +48,8 @@ class NullSandbox:
 
     async def start_job(self, command: str, **_: Any) -> BackgroundJob:
         if command != "wait":
-            return NullJob(None)
+            nap = command.removeprefix("nap ")
+            return NullJob(None, after=float(nap) if nap != command else 0.0)
         # 500 a second: faster than they can be ended, but not all in one turn of the event loop.
         return NullJob(self._released, after=self._number % 10_000 / 500)
 
