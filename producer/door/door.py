@@ -289,6 +289,7 @@ class Door:
                 if run is None:
                     continue
                 if state is None:
+                    run.passed_on.unsure = True
                     await self._submit(run)
                 elif state == "done" and run.looks_done:
                     await self._fetch(rollout_id)
