@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -38,6 +39,9 @@ _LARGEST_GROUP, _GROUP_BYTES = 256, 4 * 1024 * 1024
 _ENTRIES = 500
 _BLOCK_MS = 5000
 _QUIET_READS = 6  # blocked reads without an entry after which a follower is told to look for itself
+#: Seconds after which a follower looks for itself, also when there is always something to hear: a server that came and
+#: went while its connection was idle is not noticed.
+_LOOK_EVERY = 300.0
 _OFF_LOOP_BYTES = 1024 * 1024
 
 
@@ -49,7 +53,7 @@ class Announced:
     """Rollouts that have ended, in order, with the positions of their entries.
 
     ``missed`` says that more may have been missed: the connection was lost (a Redis that restarts may have lost its
-    last second), or nothing was heard for half a minute. Followers then look the records up.
+    last second), nothing was heard for half a minute, or it was not said for five. Followers then look the records up.
     """
 
     entries: tuple[tuple[str, str], ...]
@@ -67,11 +71,12 @@ class Completions:
         self.position = position
         self._connection = connection
         self._quiet = 0
+        self._looked = time.monotonic()
 
     async def read(self) -> Announced:
         """Wait for the next entries; raises `FleetUnreachableError` only when Redis refuses the connection."""
         backoff, away = Backoff(), False
-        missed = self._quiet >= _QUIET_READS
+        missed = self._is_time_to_look
         while True:
             try:
                 if missed:
@@ -91,9 +96,15 @@ class Completions:
                 await backoff.wait()
                 continue
             self._quiet = 0 if entries or missed else self._quiet + 1
+            if missed:
+                self._looked = time.monotonic()
             if entries or missed:
                 return Announced(entries, missed)
-            missed = self._quiet >= _QUIET_READS
+            missed = self._is_time_to_look
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        return self._quiet >= _QUIET_READS or time.monotonic() - self._looked >= _LOOK_EVERY
 
     async def _begin_again_if_reset(self) -> None:
         """Go back to the start of a stream that ends before our position: it is another one than we have read.

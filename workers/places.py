@@ -35,7 +35,8 @@ class Places:
 
     def _suspects(self, place: str) -> Iterator[list[str]]:
         """Yield, some at a time, those whose record does not say that they run or are parked; at last none."""
-        holders = list(self._client.sscan_iter(broker.place_key(place), count=_AT_ONCE))
+        # Of thousands that run nearly all hold one with cause, which the server tells a hundred times as fast.
+        holders = self._client.zdiff([broker.place_key(place), broker.RUNNING])
         parked = [i for i, _ in self._client.zscan_iter(broker.parked_key(place), count=_AT_ONCE)]
         for ids, right in ((holders, (b"running", False)), (parked, (b"pending", True))):
             for start in range(0, len(ids), _AT_ONCE):

@@ -24,6 +24,7 @@ from redis.retry import Retry
 from support import RedisServer
 
 from chaos.proxy import Proxy
+from chaos.scrapes import Scrapes
 from producer import broker
 from workers.children import HOST, free_port
 from workers.local import LocalStack, StackOptions
@@ -126,6 +127,7 @@ class Fleet:
         self.emulator: PrimeEmulator | None = None
         self.trouble = Trouble()
         self._count = workers
+        self.scrapes = Scrapes(free_port())
         self._tell = tell
         self._exits = ExitStack()
         self._lock = threading.RLock()
@@ -171,11 +173,14 @@ class Fleet:
         self._parts = [Part(name, self.stack.process(name)) for name in names]
         _, self.gateway, *self.workers, self.beat = self._parts
         self._supervisor.start()
+        self.scrapes.start()
+        self._exits.callback(self.scrapes.stop)
 
     def _settings(self) -> dict[str, str]:
         settings = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "ROLLOUTS_LEASE_TTL": str(self.lease_ttl),
+            "ROLLOUTS_ADMIN_PORT": str(self.scrapes.port),
             "ROLLOUTS_DRAIN_TIMEOUT": str(DRAIN_TIMEOUT),
             "ROLLOUTS_ORPHAN_INTERVAL": str(ORPHAN_INTERVAL),
         }

@@ -82,6 +82,8 @@ class Outcome:
     load: float = 0.0
     recovery: list[float] = field(default_factory=list)
     recovery_disturbed: list[float] = field(default_factory=list)
+    bad_scrapes: list[str] = field(default_factory=list)
+    scrapes: int = 0
     crashes: list[str] = field(default_factory=list)
     late_exits: list[str] = field(default_factory=list)
     drains: list[float] = field(default_factory=list)
@@ -224,6 +226,7 @@ class Scenario:
         outcome.leaked = {what: sorted({*left.get(what, []), *after.get(what, [])}) for what in {*left, *after}}
         trouble = fleet.trouble
         outcome.crashes, outcome.late_exits, outcome.drains = trouble.crashes, trouble.late_exits, trouble.drains
+        outcome.scrapes, outcome.bad_scrapes = fleet.scrapes.good, fleet.scrapes.bad
 
     def _find_the_deaf(self, fleet: Fleet) -> None:
         """Run as many rollouts at once as there are slots: a worker that takes none of them has stopped consuming."""
@@ -329,6 +332,8 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
         "calm_round": f"{sum(o.calm_results for o in outcomes)}/{sum(o.calm_submitted for o in outcomes)}",
         "crashes": [f"{o.systems} {what}" for o in outcomes for what in o.crashes],
         "late_exits": [f"{o.systems} {what}" for o in outcomes for what in o.late_exits],
+        "bad_scrapes": [f"{o.systems} {what}" for o in outcomes for what in o.bad_scrapes],
+        "scrapes": sum(o.scrapes for o in outcomes),
         "queue_left": {o.systems: o.queue_left for o in outcomes if o.queue_left},
         "errors": [f"{o.systems} {what}" for o in outcomes for what in o.errors],
         "attempts": _histogram(result.attempt for result in results),
@@ -354,7 +359,7 @@ def _slack(options: Options, outcome: Outcome) -> float:
 #: What must be zero or empty in a report.
 FAULTS = (
     *("lost", "duplicates", "announced_twice", "unknown", "leaked"),
-    *("recovered_late", "deaf_workers", "crashes", "late_exits", "errors"),
+    *("recovered_late", "deaf_workers", "crashes", "late_exits", "errors", "bad_scrapes"),
     *("wrong_outcomes", "lease_errors", "queue_left", "left_to_the_command"),
 )
 

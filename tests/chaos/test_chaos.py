@@ -27,6 +27,7 @@ def test_a_round_of_everything_that_breaks_loses_nothing_and_leaves_nothing() ->
     print(json.dumps(numbers))
     assert {fault: numbers[fault] for fault in FAULTS if numbers[fault]} == {}, f"seed {SEED}"
     assert numbers["results"] == numbers["submitted"] > 20
+    assert numbers["scrapes"] > 20
     restarts, done = {"term_redis", "kill_redis"}, numbers["actions"]
     assert {*done} | restarts == {*ACTIONS, *PLATFORM_ACTIONS}
     assert {done[action] for action in {*ACTIONS} - restarts} == {2}, "on each of the systems"
@@ -73,6 +74,7 @@ def whole() -> Outcome:
         ("deaf_workers", {"deaf": ["worker1"]}),
         ("crashes", {"crashes": ["worker1 (life 1): ended by itself with 1"]}),
         ("late_exits", {"late_exits": ["worker1 (life 1): not ended 60 s after SIGTERM"]}),
+        ("bad_scrapes", {"bad_scrapes": ["a scrape: HTTP 500, without nothing"]}),
         ("errors", {"errors": ["the script stopped"]}),
     ],
 )

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import orjson
 import pytest
@@ -84,20 +83,23 @@ def test_a_running_rollout_that_becomes_stale_ends_with_that_reason(stack: Local
     asyncio.run(scenario())
 
 
-def test_groups_are_whole_or_dropped_when_a_worker_is_killed(stack: LocalStack, tmp_path: Path) -> None:
-    examples = [request(example_id=n, run_command="sleep 0.5", policy_version=9) for n in range(10)]
+def test_groups_are_whole_or_dropped_when_a_worker_is_killed(stack: LocalStack, agents: Agents) -> None:
+    commands = ["true", *[agents.command()] * 9]
+    examples = [request(example_id=n, run_command=command, policy_version=9) for n, command in enumerate(commands)]
 
     async def scenario() -> None:
         async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(90):
             groups = producer.groups(examples, GroupTerms(4), run_id="killed", max_groups=10)
             ended = [await anext(groups)]
-            kill_a_worker(stack)
+            await asyncio.to_thread(wait_until, lambda: len(agents.starts()) == 36, what="all others to run")
+            await asyncio.to_thread(kill_a_worker, stack)
+            agents.release()
             ended += [group async for group in groups]
             assert {group.example_id for group in ended} == set(range(10))
             for group in ended:
                 assert len(group.results) == (0 if group.dropped else 4)
                 assert group.dropped is None or (group.dropped is Drop.FAILED and group.reason)
-            assert any(r.attempt > 1 for group in ended for r in group.results) or any(g.dropped for g in ended)
+            assert any(r.attempt > 1 for group in ended for r in group.results) or any(g.dropped for g in ended[1:])
 
     asyncio.run(scenario())
 

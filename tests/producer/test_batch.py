@@ -359,6 +359,26 @@ def test_a_follower_that_hears_nothing_looks_for_itself(settings, idle_worker, m
     assert asyncio.run(go()) == [StopCondition.CANCELLED]
 
 
+def test_a_loss_that_nobody_noticed_is_found_although_there_is_always_something_to_hear(
+    settings, idle_worker, make, monkeypatch
+):
+    monkeypatch.setattr("producer.results._LOOK_EVERY", 0.1)
+    client, requests = idle_worker.client, make(500)
+    lost = broker.job_key(requests[0].rollout_id)
+
+    async def go():
+        async with Producer(settings) as producer:
+            batch = await producer.submit_many(requests, max_in_flight=len(requests))
+            client.delete(lost)
+            for request in requests[1:]:
+                if await asyncio.to_thread(client.exists, lost):
+                    return
+                await asyncio.to_thread(idle_worker.finish, done(request, batch_id=batch.batch_id))
+            raise AssertionError("it was not submitted again")
+
+    asyncio.run(go())
+
+
 def test_the_ids_that_were_seen_are_bounded():
     recent = Recent(limit=3)
     assert [recent.add(i) for i in ("a", "b", "a", "c", "d", "b", "a")] == [True, True, False, True, True, False, True]

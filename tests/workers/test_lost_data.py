@@ -160,7 +160,7 @@ def test_each_rollout_of_a_batch_is_delivered_once_by_a_server_that_loses_data(
         store.uptime = lambda: 1000.0  # type: ignore[method-assign]
         machine = type("Machine", (LostData,), {"url": redis_url, "store": store, "app": app})
         quick = settings(
-            max_examples=12,
+            max_examples=8,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -376,7 +376,7 @@ def test_a_task_may_accept_what_it_admits_while_the_job_waits(app: Celery) -> No
     driver.apply(task)
     driver.apply(task, notes=notes)
     wait_until(lambda: notes.names() == ["accepted"])
-    assert driver.pool.info["waiting"] == 1
+    wait_until(lambda: driver.pool.info["waiting"] == 1, what="it to wait behind the other")
     gate.open.set()
     notes.ending()
     driver.pool.stop()

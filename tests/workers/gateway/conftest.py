@@ -263,6 +263,28 @@ def events_of() -> Callable[..., list[bytes]]:
     return chunks_of
 
 
+def answer_raw(answers: list[bytes]) -> tuple[socket.socket, threading.Thread]:
+    """Answer one connection after the other with raw bytes, then close it; an empty answer only closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return listener, thread
+
+
+@pytest.fixture
+def serve_raw() -> Callable[[list[bytes]], tuple[socket.socket, threading.Thread]]:
+    """A model server of raw bytes, one connection after the other."""
+    return answer_raw
+
+
 class ScriptedGateway:
     """A server of raw HTTP that notes each request, and answers or drops it as scripted.
 

@@ -58,6 +58,29 @@ def answered(pieces: list[bytes], *, flow: bool = False) -> tuple[bytes, Connect
     return asyncio.run(body())
 
 
+def test_chunks_that_were_read_at_once_are_passed_on_at_once() -> None:
+    events = [b"data: %d\n\n" % n for n in range(5)]
+    chunks = [b"%x\r\n%s\r\n" % (len(event), event) for event in events]
+    parts: list[bytes] = []
+
+    async def body() -> None:
+        connection = Connection(asyncio.get_running_loop(), 20)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        answer = connection.send(b"request")
+        connection.data_received(HEAD + chunks[0])
+        await answer.head()
+        parts.append(await answer.next())
+        flow = asyncio.create_task(answer.flow(lambda data: parts.append(data) is None))
+        await asyncio.sleep(0)
+        connection.data_received(b"".join(chunks[1:3]))
+        connection.data_received(chunks[3] + chunks[4] + b"0\r\n\r\n")
+        await flow
+        assert answer.ended
+
+    asyncio.run(body())
+    assert parts == [events[0], b"".join(events[1:3]), b"".join(events[3:])]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=6), st.data(), st.booleans())
 def test_a_stream_is_the_same_however_its_bytes_are_cut(parts: list[bytes], data: Any, flow: bool) -> None:

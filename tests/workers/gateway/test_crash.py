@@ -16,7 +16,9 @@ from typing import Any
 import httpx
 from support import free_port, wait_until
 
-AGENTS = 8
+from workers.gateway.server.journal import Journal
+
+AGENTS = 4
 KEY = {"authorization": "Bearer agent-key"}
 
 
@@ -57,7 +59,7 @@ class Agent(threading.Thread):
                 try:
                     answer = client.post(self.url, json=body, headers=KEY)
                 except httpx.HTTPError:
-                    time.sleep(0.01)  # it is away
+                    time.sleep(0.05)  # it is away, and what starts needs the CPU
                     continue
                 if answer.status_code == 200 and (not body["stream"] or b"[DONE]" in answer.content):
                     self.answered.append(text)
@@ -99,9 +101,12 @@ def test_every_answered_call_survives_a_kill_under_load_and_rollouts_go_on(
 
 
 def test_a_second_gateway_on_the_same_journal_says_so_and_ends(model_url: str, tmp_path: Path) -> None:
-    with gateway_process(free_port(), model_url, tmp_path):
+    journal = Journal(tmp_path)  # as the first has it
+    try:
         command = [sys.executable, "-m", "workers.cli", "gateway", "--port", "0", "--upstream", model_url]
         command += ["--journal", str(tmp_path)]
         second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    finally:
+        journal.close()
     assert second.returncode == 2
     assert "another gateway writes its journal" in second.stderr

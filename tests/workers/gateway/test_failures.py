@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -107,23 +106,9 @@ def test_readiness_does_not_wait_for_an_upstream_that_says_nothing(
     assert (answer.status_code, answer.json()["status"]) == (503, "upstream unavailable")
 
 
-def serve_raw(answers: list[bytes]) -> tuple[socket.socket, threading.Thread]:
-    """Answer one connection after the other with raw bytes, then close it; an empty answer only closes."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def run() -> None:
-        for answer in answers:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return listener, thread
-
-
-def test_a_call_that_the_upstream_drops_unanswered_is_sent_once_more(gateway_with: Callable[..., Any]) -> None:
+def test_a_call_that_the_upstream_drops_unanswered_is_sent_once_more(
+    gateway_with: Callable[..., Any], serve_raw: Callable[..., Any]
+) -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": "again"}, "finish_reason": "stop"}]}'
     good = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     listener, thread = serve_raw([b"", good, b"", b""])
@@ -136,7 +121,7 @@ def test_a_call_that_the_upstream_drops_unanswered_is_sent_once_more(gateway_wit
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "upstream_disconnected")
 
 
-def test_an_answer_that_breaks_off_is_502(gateway_with: Callable[..., Any]) -> None:
+def test_an_answer_that_breaks_off_is_502(gateway_with: Callable[..., Any], serve_raw: Callable[..., Any]) -> None:
     listener, thread = serve_raw([b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"])
     with listener:
         gateway = gateway_with(upstream=f"http://127.0.0.1:{listener.getsockname()[1]}")

@@ -55,6 +55,21 @@ def test_a_rollout_that_was_registered_at_one_is_served_by_both(pair: list[Any],
     assert min(counts) > 0  # both own some
 
 
+def test_every_dialect_is_passed_on(pair: list[Any], model: Any) -> None:
+    path = "/v1/rollouts/r-dialects"
+    pair[0].post(f"{path}/register", json={"model": "m"}, headers=CONTROL | {"x-rollout-key": "agent-key"})
+    for gateway in pair:
+        asked = {"input": "hi", "stream": True}
+        assert b"response.completed" in gateway.post(f"{path}/responses", json=asked, headers=AGENT).content
+        asked = BODY | {"max_tokens": 9}
+        answer = gateway.post(f"{path}/v1/messages", json=asked, headers={"x-api-key": "agent-key"})
+        assert answer.json()["content"] == [{"type": "text", "text": "hello"}]
+        answer = gateway.post(f"{path}/v1/messages", json=asked, headers={"x-api-key": "other"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+        assert gateway.post(f"{path}/v1/messages/count_tokens", json=BODY, headers=AGENT).json() == {"input_tokens": 3}
+    assert pair[1].get(f"{path}/trajectory", headers=CONTROL).json()["num_turns"] == 4
+
+
 def test_an_owner_that_is_away_is_a_typed_failure(gateway_with: Callable[..., Any], model_url: str) -> None:
     own, away = "http://127.0.0.1:1", f"http://127.0.0.1:{free_port()}"
     peers = Peers(own, [own, away], timeout=20)

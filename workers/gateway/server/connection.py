@@ -166,6 +166,7 @@ class Connection(asyncio.Protocol):
         self._head = 0
         self._keeps = False
         self._between = False  # chunks of a stream: the parser expects the head of one
+        self._bodies: list[bytes] = []  # the chunks of what is being read
         self.closed = False
         self.idle_since = 0.0
 
@@ -232,7 +233,10 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
+            self._pass_bodies()
             self.abort(DroppedError(f"its answer is no HTTP: {error}", unanswered=False))
+        else:
+            self._pass_bodies()
 
     def eof_received(self) -> None:  # noqa: D102
         answer = self._answer
@@ -285,14 +289,22 @@ class Connection(asyncio.Protocol):
         self._between = self._answer is not None and not self._answer.whole
 
     def on_body(self, data: bytes) -> None:  # noqa: D102
-        if self._answer is not None:
-            self._answer.feed(data)
+        self._bodies.append(data)
 
     def on_message_complete(self) -> None:  # noqa: D102
+        self._pass_bodies()
         self._between = False
         if self._answer is not None and self._answer.status:
             self._keeps = self._parser.should_keep_alive()  # afterwards the parser knows no more
             self._answer.end()
+
+    def _pass_bodies(self) -> None:
+        """Pass all chunks of one read on as one part: a stream that lags behind is written with one call, not many."""
+        if self._bodies:
+            data = self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies)
+            self._bodies.clear()
+            if self._answer is not None:
+                self._answer.feed(data)
 
     def _count(self, *parts: bytes) -> None:
         self._head += sum(map(len, parts))

@@ -4,7 +4,8 @@
 (vLLM only with a setting, and not across a restart), so that it is sent whole. Token ids come as vLLM gives them with
 ``enable_response_messages`` (``input_messages`` and ``output_messages``, each ``tokens`` of one ``raw_message_tokens``)
 or under chat's names at the answer's top; logprobs are those of the output's text. Items that no chat message can hold,
-such as calls of hosted tools, are named in the message's ``left_out``.
+such as calls of hosted tools, are named in the message's ``left_out``; requests that cannot be translated are refused
+here too, as no record could hold them.
 """
 
 from __future__ import annotations
