@@ -131,6 +131,14 @@ def test_the_producer_imports_without_the_sandbox_and_tunnel_sdks() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_command_line_begins_without_what_its_commands_need() -> None:
+    code = (
+        "import sys, workers.cli; print(sorted({'pydantic', 'celery', 'redis', 'zmq', 'verifiers'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
+
+
 @pytest.mark.xdist_group("together")
 def test_tests_that_share_a_fleet_run_in_one_process(request: pytest.FixtureRequest) -> None:
     """Where the runner ignores the groups, each of its processes starts fleets of its own: the suite takes long."""

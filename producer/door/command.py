@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from producer.cli import RedisUrl, app, bad_usage, problems_end_it, read_settings
-from producer.door.episode import Wire
+from producer.door.wire import Wire
 
 if TYPE_CHECKING:
     from producer.door.door import DoorOptions

@@ -18,11 +18,12 @@ from producer.client import Producer
 from producer.connection import CancelAnswer, Submitted, end
 from producer.contract import Deadlines, InvalidRequestError, RolloutRequest, RolloutResult
 from producer.door import frames
-from producer.door.episode import VERIFIERS, EpisodeCall, Wire, pack
+from producer.door.episode import EpisodeCall, pack
 from producer.door.frames import Asked, MalformedError
 from producer.door.live import LiveDelta, PassedOn, follow
 from producer.door.socket import DoorSocket
 from producer.door.unclaimed import Answer, Unclaimed
+from producer.door.wire import VERIFIERS, Wire
 from producer.errors import FleetError
 from producer.ids import safe_id
 from producer.results import read_result

@@ -22,8 +22,9 @@ import zmq.asyncio
 from producer import Producer, ProducerSettings, RolloutResult, StopCondition, broker
 from producer.contract import RolloutRequest
 from producer.door.door import Door, DoorOptions
-from producer.door.episode import EpisodeAnswer, EpisodeCall, Wire, pack, unpack
+from producer.door.episode import EpisodeAnswer, EpisodeCall, pack, unpack
 from producer.door.socket import DoorSocket
+from producer.door.wire import Wire
 from producer.errors import ConsumerTakenError
 from producer.ids import safe_id
 

@@ -15,9 +15,10 @@ import msgpack
 
 from producer import ErrorInfo, ErrorKind, RolloutResult, StopCondition
 from producer.door.config import ServedConfigError, named_config, read_config
-from producer.door.episode import EpisodeAnswer, Wire, pack
+from producer.door.episode import EpisodeAnswer, pack
 from producer.door.frames import MAX_RUN_BYTES, MalformedError, answer_of, fields, model_of, read
 from producer.door.live import LiveDelta, PassedOn
+from producer.door.wire import Wire
 
 
 class Client:
