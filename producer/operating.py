@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -13,6 +11,7 @@ from typing import Any
 import orjson
 
 from producer import broker
+from producer.asking import ask
 from producer.connection import CHUNK, CancelAnswer, FleetConnection
 
 _FIELDS = ("state", "attempt", "spent", "max_attempts", "batch", "worker", "priority", "enqueued_ms", "outcome")
@@ -203,19 +202,7 @@ class Operator:
 
     async def ask(self, what: str, answers: int, **fields: str) -> list[dict[str, Any]]:
         """Ask all workers; returns when there are so many ``answers``, or after `PATIENCE` seconds."""
-        token = uuid.uuid4().hex
-        entry: dict[Any, Any] = {"id": "", "what": what, "ask": token} | fields
-        await self._connection.call(
-            partial(self._redis.xadd, broker.CANCELS, entry, maxlen=broker.EVENTS_KEPT, approximate=True)
-        )
-        key, found = broker.answer_key(token), list[dict[str, Any]]()
-        clock = asyncio.get_running_loop().time
-        end = clock() + PATIENCE
-        while len(found) < answers and (left := end - clock()) > 0:
-            answer = await self._connection.call(partial(self._redis.blpop, [key], timeout=left))
-            if answer is not None:
-                found.append(orjson.loads(answer[1]))
-        return found
+        return await ask(self._connection, [{"what": what} | fields], answers=answers, timeout=PATIENCE)
 
 
 def _listed(rollout_id: str, where: Where, record: list[Any], now: int, run: tuple[str, float] | None) -> Listed:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-from redis.exceptions import RedisError
-
 from producer import broker
-from producer.connection import CHUNK, FleetConnection, awaitable
+from producer.asking import ask
+from producer.connection import CHUNK, FleetConnection
 from producer.kinds import Phase
 
 
@@ -50,7 +46,8 @@ async def progress_of(
             if known is broker.JobState.RUNNING and worker:
                 by_worker.setdefault(worker, []).append(rollout_id)
     if by_worker:
-        for answer in await _ask(connection, by_worker, timeout):
+        questions = [{"worker": worker, "rollouts": " ".join(ids)} for worker, ids in by_worker.items()]
+        for answer in await ask(connection, questions, answers=len(by_worker), timeout=timeout):
             for rollout_id, told in answer.items():
                 if rollout_id in found:
                     found[rollout_id] = _with(found[rollout_id], told)
@@ -67,30 +64,3 @@ def _with(known: RolloutProgress, told: dict[str, Any]) -> RolloutProgress:
         completion_tokens=told.get("completion_tokens"),
         in_flight=bool(told.get("in_flight")),
     )
-
-
-async def _ask(
-    connection: FleetConnection, by_worker: dict[str, list[str]], timeout: float
-) -> list[dict[str, dict[str, Any]]]:
-    """Put the question where workers watch for cancellations anyway, and wait for an answer of each."""
-    token = uuid.uuid4().hex
-
-    async def put() -> None:
-        pipe = connection.redis.pipeline(transaction=False)
-        for worker, ids in by_worker.items():
-            question: dict[Any, Any] = {"id": "", "ask": token, "worker": worker, "rollouts": " ".join(ids)}
-            pipe.xadd(broker.CANCELS, question, maxlen=broker.EVENTS_KEPT, approximate=True)
-        pipe.expire(broker.CANCELS, int(broker.RESULT_TTL.total_seconds()))
-        await pipe.execute()
-
-    await connection.call(put)
-    answers: list[dict[str, dict[str, Any]]] = []
-    try:
-        async with asyncio.timeout(timeout):
-            while len(answers) < len(by_worker):
-                reply: Any = await awaitable(connection.redis.blpop([broker.answer_key(token)], timeout=timeout))
-                if reply:
-                    answers.append(orjson.loads(reply[1]))
-    except (TimeoutError, RedisError):
-        pass  # what is not told is not known: somebody looks, and nothing depends on it
-    return answers
