@@ -1,8 +1,8 @@
 """What door and worker tell each other about an episode, inside an ordinary request and its result.
 
-The request's ``environment`` is `producer.door.wire.VERIFIERS`, its ``environment_args`` are an `EpisodeCall`; the result's ``episode`` is
-an `EpisodeAnswer`. What verifiers itself has packed stays as it is, in base64: the door reads none of it, so that it
-fits every version that speaks one of its wires.
+The request's ``environment`` is `producer.door.wire.VERIFIERS`, its ``environment_args`` are an `EpisodeCall`; the
+result's ``episode`` is an `EpisodeAnswer`. What verifiers itself has packed stays as it is, in base64: the door reads
+none of it, so that it fits every version that speaks one of its wires.
 """
 
 from __future__ import annotations
