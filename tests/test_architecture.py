@@ -16,7 +16,7 @@ MAX_BODY = 60
 
 #: Modules of a folder may not import the other folders or modules named here.
 FORBIDDEN = {
-    "producer": {"workers", "prime_sandboxes", "prime_tunnel", "starlette", "uvicorn"},
+    "producer": {"workers", "prime_sandboxes", "prime_tunnel", "starlette", "uvicorn", "verifiers"},
     "workers/gateway": {"workers.sandboxes", "workers.tunnels", "workers.fleet", "workers.rollout", "workers.jobs"},
     "workers/sandboxes": {"workers.gateway", "workers.tunnels", "workers.fleet", "workers.rollout", "workers.jobs"},
     "workers/tunnels": {"workers.gateway", "workers.sandboxes", "workers.fleet", "workers.rollout", "workers.jobs"},
@@ -124,10 +124,19 @@ def test_the_producer_imports_without_the_sandbox_and_tunnel_sdks() -> None:
         "import sys\n"
         "for name in ('prime_sandboxes', 'prime_tunnel', 'workers'): sys.modules[name] = None\n"
         "import producer, producer.client, producer.batch, producer.cli\n"
-        "heavy = {'starlette', 'uvicorn', 'prime_sandboxes.client'} & set(sys.modules)\n"
+        "import producer.door.command\n"
+        "heavy = {'starlette', 'uvicorn', 'prime_sandboxes.client', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_command_line_begins_without_what_its_commands_need() -> None:
+    code = (
+        "import sys, workers.cli; print(sorted({'pydantic', 'celery', 'redis', 'zmq', 'verifiers'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.xdist_group("together")

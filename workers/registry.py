@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from producer.contract import RolloutRequest
 from producer.door.config import ServedConfigError
-from producer.door.episode import VERIFIERS
+from producer.door.wire import VERIFIERS
 from workers.environment import CommandEnvironment, Environment, EpisodeEnvironment
 from workers.errors import InvalidRolloutError
 from workers.harbor.environment import HarborEnvironment

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from producer.cli import RedisUrl, app, bad_usage, problems_end_it, read_settings
-from producer.door.episode import Wire
+from producer.door.wire import Wire
 
 if TYPE_CHECKING:
     from producer.door.door import DoorOptions
@@ -42,6 +42,9 @@ def env_server(
     ] = Wire.DELTAS,
     live: Annotated[bool, typer.Option("--live", help="Pass deltas on as they come, not with the reply.")] = False,
     timeout: Annotated[float, typer.Option(min=1, max=7 * _DAY, help="Seconds that an episode may take.")] = _DAY,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds in which a client that is gone may connect again; then cancelled.")
+    ] = 60.0,
     attempts: Annotated[int, typer.Option(min=1, max=100, help="How often an episode is tried at most.")] = 3,
     priority: Annotated[int, typer.Option(min=0, max=9, help="0 is served first.")] = 3,
     allow_remote: Annotated[
@@ -82,6 +85,7 @@ def env_server(
             timeout=timeout,
             max_attempts=attempts,
             priority=priority,
+            patience=patience,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         try:

@@ -18,11 +18,12 @@ from producer.client import Producer
 from producer.connection import CancelAnswer, Submitted, end
 from producer.contract import Deadlines, InvalidRequestError, RolloutRequest, RolloutResult
 from producer.door import frames
-from producer.door.episode import VERIFIERS, EpisodeCall, Wire, pack
+from producer.door.episode import EpisodeCall, pack
 from producer.door.frames import Asked, MalformedError
 from producer.door.live import LiveDelta, PassedOn, follow
 from producer.door.socket import DoorSocket
 from producer.door.unclaimed import Answer, Unclaimed
+from producer.door.wire import VERIFIERS, Wire
 from producer.errors import FleetError
 from producer.ids import safe_id
 from producer.results import read_result
@@ -30,10 +31,8 @@ from producer.results import read_result
 logger = logging.getLogger(__name__)
 
 _CONSUMER = "door"
-#: Seconds between two looks at who is there: while somebody waits for an answer, and else.
-_LOOK_SOON, _LOOK = 0.25, 5.0
-#: Seconds between two looks whether Redis still knows what is in flight.
-_CHECK = 15.0
+#: Seconds between two looks at who is there while an answer has no taker.
+_LOOK_SOON = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,8 @@ class DoorOptions:
     """What a door serves: ``env`` is the configuration's name on the workers, ``digest`` that of the door's own file.
 
     ``name`` tells it from other doors of the fleet: a door of the same name goes on where this one was. ``patience`` is
-    for how many seconds a client that is gone may come back before its episodes are cancelled.
+    for how many seconds a client that is gone may come back before its episodes are cancelled; ``look`` are the seconds
+    between two looks at who is there, ``check`` those between two looks whether Redis knows what is in flight.
     """
 
     env: str
@@ -53,6 +53,8 @@ class DoorOptions:
     max_attempts: int = 3
     priority: int = 3
     patience: float = 60.0
+    look: float = 5.0
+    check: float = 15.0
 
 
 @dataclass
@@ -247,9 +249,9 @@ class Door:
     async def _look_after(self) -> None:
         looked = checked = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_SOON)
+            await asyncio.sleep(min(_LOOK_SOON, self._options.look, self._options.check))
             now = time.monotonic()
-            if len(self._unclaimed) or now - looked > _LOOK:
+            if len(self._unclaimed) or now - looked > self._options.look:
                 looked = now
                 before = set(self._socket.peers)
                 await self._socket.look(frames.nothing(self._options.wire))
@@ -257,7 +259,7 @@ class Door:
                     self._newcomer_at = now
                 await self._unclaimed.offer(set(self._socket.peers), self._answer)
                 await self._cancel_deserted(now)
-            if now - checked > _CHECK:
+            if now - checked > self._options.check:
                 checked = now
                 await self._check_records(now)
 
@@ -281,13 +283,14 @@ class Door:
 
     async def _check_records(self, now: float) -> None:
         """Submit again what a Redis that lost data has forgotten, and fetch what ended without a word."""
-        old = [i for i, run in self._runs.items() if now - run.since > _CHECK and run.submitted.is_set()]
+        old = [i for i, run in self._runs.items() if now - run.since > self._options.check and run.submitted.is_set()]
         try:
             for rollout_id, state in (await self._connection.states(old)).items():
                 run = self._runs.get(rollout_id)
                 if run is None:
                     continue
                 if state is None:
+                    run.passed_on.unsure = True
                     await self._submit(run)
                 elif state == "done" and run.looks_done:
                     await self._fetch(rollout_id)

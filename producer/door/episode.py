@@ -1,29 +1,17 @@
 """What door and worker tell each other about an episode, inside an ordinary request and its result.
 
-The request's ``environment`` is `VERIFIERS`, its ``environment_args`` are an `EpisodeCall`; the result's ``episode`` is
-an `EpisodeAnswer`. What verifiers itself has packed stays as it is, in base64: the door reads none of it, so that it
-fits every version that speaks one of its wires.
+The request's ``environment`` is `producer.door.wire.VERIFIERS`, its ``environment_args`` are an `EpisodeCall`; the
+result's ``episode`` is an `EpisodeAnswer`. What verifiers itself has packed stays as it is, in base64: the door reads
+none of it, so that it fits every version that speaks one of its wires.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-#: The name under which workers offer this environment.
-VERIFIERS = "verifiers"
-
-
-class Wire(StrEnum):
-    """The forms of an answer, of which a client understands one.
-
-    Sources: ``verifiers.v1.serve`` of 0.4.0; of its main branch in August 2026, which prime-rl pins.
-    """
-
-    DELTAS = "deltas"  #: ``[request_id, kind, data]``: traces come as deltas, the reply has the rest (verifiers 0.4)
-    WHOLE = "whole"  #: ``[request_id, data]``: the reply has the whole episode (before 0.4)
+from producer.door.wire import Wire
 
 
 class EpisodeCall(BaseModel):

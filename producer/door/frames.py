@@ -12,7 +12,8 @@ from typing import Any
 import msgpack
 
 from producer.contract import RolloutResult, StopCondition
-from producer.door.episode import EpisodeAnswer, Wire, unpack
+from producer.door.episode import EpisodeAnswer, unpack
+from producer.door.wire import Wire
 
 DELTA, REPLY = b"delta", b"reply"
 #: Bytes of one ``run``: in base64 it has to fit a request (`producer.contract.RolloutRequest.MAX_BYTES`).

@@ -85,13 +85,16 @@ def test_rewards_are_those_of_verifiers_own_server(door_fleet: Fleet, door: Door
         assert sum(node.sampled for node in trace.nodes) == 3
 
 
-def test_an_episode_of_a_killed_worker_runs_again_elsewhere(door_fleet: Fleet, door: DoorProcess, gate: Path) -> None:
-    stack, _ = door_fleet
+@pytest.mark.parametrize("how", [(), ("--live",)], ids=["held", "live"])
+def test_an_episode_of_a_killed_worker_runs_again_elsewhere(
+    door_fleet: Fleet, tmp_path: Path, gate: Path, how: tuple[str, ...]
+) -> None:
+    stack, config = door_fleet
 
-    async def scenario() -> tuple[WireEpisode, list[dict[str, Any]]]:
-        client, seen = await connected(door.address), []
+    async def scenario(address: str) -> tuple[WireEpisode, list[dict[str, Any]]]:
+        client, seen = await connected(address), []
         run = asyncio.create_task(client.run(**run_arguments(stack.upstream, 3, gate=str(gate)), on_delta=seen.append))
-        await asyncio.to_thread(wait_until, lambda: started(gate))
+        await asyncio.to_thread(wait_until, lambda: started(gate) and (seen or not how))
         os.kill(started(gate)[0], signal.SIGKILL)
         (gate / "go").touch()
         watch = asyncio.create_task(stack.watch())  # starts the worker again
@@ -102,12 +105,16 @@ def test_an_episode_of_a_killed_worker_runs_again_elsewhere(door_fleet: Fleet, d
             await asyncio.wait({watch})
             await client.close()
 
-    episode, seen = asyncio.run(scenario())
+    with running_door(stack.redis_url, config, tmp_path / "kill.log", *how) as door:
+        episode, seen = asyncio.run(scenario(door.address))
     assert len(set(started(gate))) == 2, "it ran in two workers"
     [trace] = episode.traces
     assert not trace.errors
     assert sum(node.sampled for node in trace.nodes) == 3
-    assert {delta["trace"] for delta in seen} == {trace.id}, "of the first attempt the client has seen nothing"
+    others = {delta["trace"] for delta in seen} - {trace.id}
+    discarded = {delta["trace"] for delta in seen if delta.get("discard")}
+    assert others == discarded, "the first attempt's trace is gone"
+    assert bool(others) == bool(how), "and was not even seen where it was held"
 
 
 def test_a_cancelled_run_ends_in_its_worker(door_fleet: Fleet, door: DoorProcess, gate: Path) -> None:

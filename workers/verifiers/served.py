@@ -20,7 +20,7 @@ from verifiers.v1.serve.types import RunRequest, RunResponse
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from producer.door.config import ServedConfig
-from producer.door.episode import Wire
+from producer.door.wire import Wire
 from workers.errors import EnvironmentHookError, InvalidRolloutError, RolloutError, RolloutLimitError
 
 try:

@@ -29,21 +29,19 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Coroutine[Any, Any, T], grace: float) -> T:
         """Run ``work`` there and return what it returns; a cancellation is passed on, and has ``grace`` seconds."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+        loop = self._loop or self._begin()
         call = _Call(work)
-        ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call.run(), self._loop))
+        ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call.run(), loop))
         try:
             return (await asyncio.shield(ended)).result()
         except asyncio.CancelledError:
             if not ended.done():
-                self._loop.call_soon_threadsafe(call.cancel)
+                loop.call_soon_threadsafe(call.cancel)
                 with suppress(TimeoutError):
                     await uninterrupted(asyncio.shield(ended), grace)
                 if not ended.done():
@@ -52,23 +50,30 @@ class LoopThread:
 
     async def aclose(self) -> None:
         """Cancel what still runs there, and end the thread."""
-        if self._thread is None:
+        if self._thread is None or self._loop is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         await in_own_thread(partial(self._thread.join, _STOP_LIMIT), name=f"{self._name}-end")
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait_for(_ended(left), _STOP_LIMIT))
-        except Exception:
-            logger.exception("the loop of %s did not end in order", self._name)
-        finally:
-            self._loop.close()
+    def _begin(self) -> asyncio.AbstractEventLoop:
+        self._loop = loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(loop, self._name), name=self._name, daemon=True)
+        self._thread.start()
+        return loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop, name: str) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait_for(_ended(left), _STOP_LIMIT))
+    except Exception:
+        logger.exception("the loop of %s did not end in order", name)
+    finally:
+        loop.close()
 
 
 class _Call(Generic[T]):
