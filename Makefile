@@ -1,6 +1,7 @@
 # make demo   shows the fleet working on this machine: real agents, a real gateway, real workers, a results file
 # make test   runs the test suite; make test-faults breaks whole fleets, a test each; make test-chart tests the Helm chart;
-#             make test-agents runs codex, Claude Code, opencode and mini-swe-agent through the gateway
+#             make test-agents runs codex, Claude Code, opencode and mini-swe-agent through the gateway; make test-door runs
+#             verifiers' own client against `rollouts env-server` (400 MB to install)
 # make chaos  breaks a fleet for about eight minutes and prints one JSON line; SEED=n repeats a run
 # make soak   watches a fleet's memory and file descriptors for half an hour; MINUTES=n for another time
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
@@ -20,7 +21,7 @@ PIP_AGENTS := mini-swe-agent==2.4.6
 test test-faults test-chart: export PYTHONDONTWRITEBYTECODE =
 test test-faults test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo demo-llm test test-faults test-chart test-agents check bench chaos soak clean
+.PHONY: demo demo-llm test test-faults test-chart test-agents test-door check bench chaos soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -40,6 +41,9 @@ test-chart: $(VENV)/.dev
 test-agents: $(VENV)/.dev $(VENV)/.agents
 	AGENTS_BIN=$(CURDIR)/$(VENV)/agents/node_modules/.bin:$(CURDIR)/$(VENV)/agents/bin \
 		$(BIN)/pytest -m agents tests/workers/gateway/test_real_agents.py $(ARGS)
+
+test-door: $(VENV)/.verifiers
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/door $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -69,6 +73,11 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml
 $(VENV)/.llm: $(VENV)/.python pyproject.toml
 	@echo "installing into $(VENV) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[local,llm]'
+	@touch $@
+
+$(VENV)/.verifiers: $(VENV)/.dev
+	@echo "installing verifiers into $(VENV) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,verifiers]'
 	@touch $@
 
 # What cannot be installed is told, and its test skipped: not every network reaches both registries.

@@ -1,8 +1,8 @@
 """A sandbox provider without sandboxes, for benchmarks: its agents only wait, or end at once.
 
 A worker finds it by ``ROLLOUTS_SANDBOX_PROVIDER=null_provider:null_sandboxes``. Agents with the command ``wait`` end
-when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears, 500 of them a second; those with ``nap SECONDS`` after so many
-seconds, and all others at once.
+when the file named by ``ROLLOUTS_BENCH_RELEASE`` appears, 500 of them a second; those with ``nap SECONDS`` after that
+many seconds, and all others at once.
 """
 
 from __future__ import annotations
