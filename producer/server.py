@@ -58,7 +58,7 @@ def what_redis_does(error: Exception) -> str:
 
 def explained(error: Exception, url: str) -> str:
     """Say in one sentence why the Redis at ``url`` cannot be used, and what to do; the password is not in it."""
-    said = str(error) or type(error).__name__
+    said = str(error).rstrip(".") or type(error).__name__
     if isinstance(error, rx.AuthenticationError | rx.AuthorizationError):
         todo = (
             "Check user name and password in ROLLOUTS_REDIS_URL: redis://USER:PASSWORD@HOST:PORT/0, or "

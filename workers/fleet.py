@@ -108,6 +108,7 @@ class Fleet:
             )
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
+            self.store.on_delay = self.keeper.wake_in
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
             self.claims = self.app.rollout_records = claims.Claims(
                 self.app,

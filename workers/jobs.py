@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -115,6 +115,8 @@ class JobStore:
         self.client: Any = client  # redis-py's annotations allow every type that any server may answer
         self.lease_ttl = lease_ttl
         self._gateway_url = gateway_url
+        #: Told for how many seconds a rollout that was given back here waits.
+        self.on_delay: Callable[[float], object] = lambda _: None
         self._uptime = Uptime(client)
         self._lease_ms = int(lease_ttl * 1000)
         self._record_ttl = int(broker.RESULT_TTL.total_seconds())
@@ -225,7 +227,10 @@ class JobStore:
         args: list[Any] = [rollout_id, attempt, mode, int(how.counts), int(how.delay * 1000), int(how.front)]
         args += [self._message(rollout_id, priority), history_line(attempt, worker, how)]
         args += [broker.pending_base(priority), packed(how.turns)]
-        return Requeue(self._requeue(keys=keys, args=args).decode())
+        what = Requeue(self._requeue(keys=keys, args=args).decode())
+        if what is Requeue.REQUEUED and how.delay:
+            self.on_delay(how.delay)
+        return what
 
     def failed_attempts(self, rollout_id: str) -> list[FailedAttempt]:
         """Return what the record keeps of the attempts that were given back, the first first."""

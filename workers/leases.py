@@ -8,9 +8,11 @@ the loop has made none for ``hang_limit`` seconds. What blocks it is told by `wo
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 from typing import Any
 
 import orjson
@@ -72,6 +74,7 @@ class LeaseKeeper(threading.Thread):
         self._on_question = on_question
         self._told = b""
         self._held: dict[str, int] = {}
+        self._wakes: list[float] = []  # a heap of moments
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._last_contact = time.monotonic()
@@ -92,6 +95,11 @@ class LeaseKeeper(threading.Thread):
     def attempt_of(self, rollout_id: str) -> int | None:
         """Return the attempt that is held for this rollout, or None."""
         return self._held.get(rollout_id)
+
+    def wake_in(self, seconds: float) -> None:
+        """Wake delayed rollouts in so many seconds: the next sweep, which does so as well, may be far away."""
+        with self._lock:
+            heappush(self._wakes, time.monotonic() + seconds)
 
     def held(self) -> list[tuple[str, int]]:
         """Return the held (rollout id, attempt) pairs."""
@@ -128,7 +136,7 @@ class LeaseKeeper(threading.Thread):
                 if now >= reported + _REPORT_INTERVAL:
                     self._send_report()
                     reported = now
-                self._watch_cancels(due)
+                self._watch_cancels(min(due, self._wake(now)))
             except redis.RedisError as error:
                 # Redis is away, restarting, or loading. Leases lapse there and are simply renewed when it is back.
                 logger.warning("leases wait, %s: %s", what_redis_does(error), error, extra={"stage": "lease_wait"})
@@ -139,6 +147,18 @@ class LeaseKeeper(threading.Thread):
                 logger.exception("lease keeper: unexpected error, going on", extra={"stage": "lease_error"})
                 self._stopping.wait(min(1.0, self.interval))
         self._withdraw()
+
+    def _wake(self, now: float) -> float:
+        """Wake those whose time has come, and return when the next one's comes."""
+        with self._lock:
+            waiting = len(self._wakes)
+            while self._wakes and self._wakes[0] <= now:
+                heappop(self._wakes)
+            due = len(self._wakes) < waiting
+            following = self._wakes[0] if self._wakes else math.inf
+        if due:
+            self._store.wake_delayed()
+        return following
 
     def _watch_loop(self) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL):

@@ -14,8 +14,9 @@ from celery import Celery
 from support import RedisServer, wait_until
 
 from producer import broker
-from producer.contract import RolloutRequest
-from workers.jobs import Claim, JobStore, Renewal
+from producer.contract import ErrorInfo, ErrorKind, RolloutRequest
+from workers.history import HandBack
+from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.loop_watch import LoopWatch
 
@@ -144,6 +145,20 @@ def test_leases_survive_a_redis_restart_and_none_is_trusted_lapsed_for_one_ttl(o
         wait_until(lambda: k.trusted[-1] is True)
         wait_until(lambda: k.lease_left("r1") > 0)
         assert k.ended == []
+
+
+def test_a_delayed_rollout_is_woken_when_its_time_comes_and_not_by_the_next_sweep(redis_url: str) -> None:
+    with keeping(redis_url) as kept:
+        kept.store.on_delay = kept.keeper.wake_in
+        claim = kept.claim("r1")
+        client = kept.store.client
+        failed = ErrorInfo(kind=ErrorKind.SANDBOX, message="it failed")
+        request = RolloutRequest(rollout_id="r1", model="m")
+        given_back = kept.store.release(request, claim.attempt, "w1", HandBack(error=failed, counts=True, delay=0.3))
+        assert given_back is Requeue.REQUEUED
+        assert client.zcard(broker.DELAYED) == 1
+        wait_until(lambda: client.llen(broker.queue_key(request.priority)) == 1, what="its message")
+        assert client.zcard(broker.DELAYED) == 0
 
 
 def test_the_workers_report_is_there_and_is_withdrawn_at_the_end(redis_url: str) -> None:

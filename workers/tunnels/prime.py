@@ -64,7 +64,8 @@ def prime_tunnels(
     throttle = Throttle(
         redis,
         broker.throttle_key("tunnel-starts"),
-        per_minute=settings.tunnel_starts_per_minute,
+        # A full bucket comes on top in the first minute.
+        per_minute=max(1.0, settings.tunnel_starts_per_minute - _STARTS_AT_ONCE),
         burst=_STARTS_AT_ONCE,
     )
     backend = PrimeBackend(worker, labels or (f"fleet:{settings.fleet}",))
