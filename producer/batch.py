@@ -320,9 +320,16 @@ class Batch(AsyncIterator[RolloutResult]):
         group = list(islice(self._announced, self._group))
         stored = await self._lasting.stored_results([request.rollout_id for request in group])
         self._group = next_group(stored)
+        missing = [request.rollout_id for request, raw in zip(group, stored, strict=True) if raw is None]
+        states = await self._lasting.states(missing) if missing else {}
         for request, raw in zip(group, stored, strict=True):
-            self._fetched.append((request, raw))
             self._announced.popleft()
+            if states.get(request.rollout_id) in {JobState.PENDING, JobState.RUNNING}:
+                # It was retried, or Redis lost how it ended: it runs again, and its next end counts.
+                self._waiting[request.rollout_id] = request
+                self._sent.add(request.rollout_id)
+            else:
+                self._fetched.append((request, raw))
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

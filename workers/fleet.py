@@ -341,7 +341,7 @@ class Fleet:
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-            except (redis.ConnectionError, redis.TimeoutError) as error:
+            except (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError, redis.ReadOnlyError) as error:
                 if rollout_id is None:
                     url = redact(self.settings.redis_url)
                     said = "the worker's start waits for Redis at %s, check ROLLOUTS_REDIS_URL if it is up: %s"

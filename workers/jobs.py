@@ -267,7 +267,10 @@ class JobStore:
 
     def wake_delayed(self) -> int:
         """Send the messages of delayed rollouts whose time has come; returns how many."""
-        return self._wake_up_to(broker.DELAYED, 0, self.now_ms())
+        woken, now = 0, self.now_ms()
+        while found := self._wake_up_to(broker.DELAYED, 0, now):
+            woken += found
+        return woken
 
     def resend_missing(self, age: float) -> int:
         """Send the messages of rollouts that wait but are in no queue; returns how many.
@@ -287,10 +290,10 @@ class JobStore:
                 if score is None:  # a duplicate or not one of ours: the next free worker drops it
                     continue
                 limit = score
-            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000, judged_by=upcoming or b"")
+            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000, judged=(key, upcoming or b""))
         return resent
 
-    def _wake_up_to(self, key: str, low: float, high: float, judged_by: bytes | None = None) -> int:
+    def _wake_up_to(self, key: str, low: float, high: float, judged: tuple[str, bytes] | None = None) -> int:
         members = self.client.zrangebyscore(key, low, high, start=0, num=_CHUNK)
         by_step: dict[int, list[Any]] = {}
         for member, record in self._records(members, "priority"):
@@ -301,10 +304,10 @@ class JobStore:
             step = broker.step_of(_priority(record[0]))
             by_step.setdefault(step, []).extend((rollout_id, self._message(rollout_id, step)))
         woken = 0
-        judged = ("any", b"") if judged_by is None else ("next", judged_by)
+        how = ("any", b"") if judged is None else ("next", judged[1])
         for step, pairs in by_step.items():
-            keys = [key, broker.PENDING, broker.queue_key(step)]
-            woken += int(self._wake(keys=keys, args=[high, broker.pending_base(step), *judged, *pairs]))
+            keys = [key, broker.PENDING, broker.queue_key(step), judged[0] if judged else broker.queue_key(step)]
+            woken += int(self._wake(keys=keys, args=[high, broker.pending_base(step), *how, *pairs]))
         return woken
 
     def request_of(self, rollout_id: str) -> bytes:

@@ -168,7 +168,8 @@ class LeaseKeeper(threading.Thread):
                 logger.exception("loop watch: unexpected error, going on", extra={"stage": "loop_watch"})
 
     def _renew(self) -> None:
-        self._store.now_ms()  # an answer, also when nothing is held: contact with Redis is noted after this
+        # A write, also when nothing is held: contact is noted after this, and a Redis that is full renews no lease.
+        self._announce()
         if self._loop_hangs():
             return
         held = self.held()
@@ -196,6 +197,10 @@ class LeaseKeeper(threading.Thread):
         if now - self._last_contact > self._store.lease_ttl / 2:
             self._trusted_from = now + self._store.lease_ttl
         self._last_contact = now
+
+    def _announce(self) -> None:
+        alive_until = self._store.now_ms() + REPORT_TTL * 1000
+        self._store.client.zadd(broker.WORKERS, {self._worker: alive_until}, xx=True)
 
     def _send_report(self) -> None:
         report = self._report() | {"name": self._worker}

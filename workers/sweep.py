@@ -7,6 +7,7 @@ and beat may be dead. One turn per interval is taken fleet-wide; two sweeps at o
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -30,6 +31,9 @@ from workers.places import Places
 
 logger = logging.getLogger(__name__)
 
+#: Lapsed leases that one sweep deals with: those of several machines, in a second or two.
+_MOST = 10_000
+
 
 def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, int]:
     """Requeue lapsed leases, send what is due, and end what has no attempt left; returns how many of each.
@@ -37,11 +41,15 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
     ``trusted`` is False while leases may have lapsed only because Redis was away: then none is believed lapsed. A
     record that cannot be dealt with is logged and holds up no other.
     """
+    began = time.monotonic()
     if not store.take_turn(broker.SWEPT, store.lease_ttl / 4):
         return {}
     counts: Counter[str] = Counter()
     if trusted and store.uptime() >= store.lease_ttl:
-        for lapsed in store.lapsed():
+        found = store.lapsed(limit=_MOST)
+        # Where this had to wait for Redis, others could not renew meanwhile.
+        waited = time.monotonic() - began > store.lease_ttl / 4
+        for lapsed in found if not waited else ():
             try:
                 counts[_requeue_or_end(store, app, lapsed)] += 1
             except (ValueError, TypeError, redis.ResponseError) as error:

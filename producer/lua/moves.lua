@@ -146,11 +146,12 @@ local function serve_later_lists(share)
     local readable, parsed = pcall(cjson.decode, redis.call('LINDEX', later[i][2], -1))
     local id = readable and type(parsed) == 'table' and type(parsed.headers) == 'table' and parsed.headers.id
     local score = type(id) == 'string' and redis.call('ZSCORE', KEY.pending, id)
-    local since = score and tonumber(score) - later[i][3]
-    if since and (not oldest or since < oldest) then found, oldest = {later[i][2], id}, since end
+    -- One that nobody waits for any more goes first: the next worker drops it, and what is behind it is served.
+    local since = score and tonumber(score) - later[i][3] or -1
+    if not oldest or since < oldest then found, oldest = {later[i][2], score and id}, since end
   end
   if not found then return end
   redis.call('LMOVE', found[1], LISTS[1][2], 'RIGHT', 'RIGHT')
-  redis.call('ZADD', KEY.pending, LISTS[1][3], found[2])
+  if found[2] then redis.call('ZADD', KEY.pending, LISTS[1][3], found[2]) end
 end
 

@@ -413,3 +413,18 @@ def test_a_shutdown_without_redis_lets_the_lease_lapse(
     own_redis.start()
     request = RolloutRequest(rollout_id="r1", model="m")
     assert worker.fleet.store.release(request, 1, "w2", HandBack.over("another worker's sweep")) is Requeue.REQUEUED
+
+
+def test_an_attempt_that_fails_while_redis_is_full_runs_again_when_there_is_room(
+    start: Start, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its result waits for room (`Claims.commit`); giving it back must too, or a failure that passes is its end."""
+    worker = start(own_redis.url)
+    worker.wake(environment="command", run_command="true", max_attempts=3)  # nobody listens at its gateway
+    assert worker.record()["state"] == "running"
+    worker.client.config_set("maxmemory", 1)
+    worker.free.set()
+    wait_until(lambda: "command not allowed" in caplog.text, what="its worker to wait for room")
+    worker.client.config_set("maxmemory", 0)
+    wait_until(lambda: worker.record()["state"] != "running", timeout=20, what="its end, or its next attempt")
+    assert worker.record()["state"] == "pending"

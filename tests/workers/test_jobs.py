@@ -563,3 +563,36 @@ def test_a_stale_rollout_whose_worker_died_is_ended_with_the_reason(store: JobSt
     assert sweep(store, app)["cancelled"] == 1
     result = broker.decode_result(store.client.get(broker.result_key("r1")))["result"]
     assert (result["stop_condition"], result["error"]["reason"]) == ("cancelled", "stale")
+
+
+def test_one_sweep_requeues_all_that_a_dead_machine_has_left(store: JobStore, app: Celery) -> None:
+    for number in range(1500):
+        claimed(store, rollout_id=f"r{number}")
+    store.client.zadd(broker.RUNNING, {f"r{number}": 1 for number in range(1500)})
+    store.uptime = lambda: 1000.0  # type: ignore[method-assign]
+    assert sweep(store, app) == {"requeued": 1500}
+
+
+def test_one_sweep_wakes_all_whose_delay_is_over(store: JobStore, app: Celery) -> None:
+    for number in range(1200):
+        claim = claimed(store, rollout_id=f"r{number}")
+        how = replace(FAILED, delay=0.001)
+        assert store.release(claim.parsed(), claim.attempt, "w1", how) is Requeue.REQUEUED
+    assert sweep(store, app)["woken"] == 1200
+
+
+def test_a_sweep_that_waited_for_redis_believes_no_lease_that_lapsed_meanwhile(
+    store: JobStore, app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was trusted when it began; then Redis stalled for more than a TTL, and nobody could renew."""
+    claimed(store)
+    store.uptime = lambda: 1000.0  # type: ignore[method-assign]
+    take_turn = store.take_turn
+
+    def stalled(key: str, interval: float) -> bool:
+        threading.Event().wait(2 * store.lease_ttl + 0.1)
+        return take_turn(key, interval)
+
+    monkeypatch.setattr(store, "take_turn", stalled)
+    assert sweep(store, app, trusted=True) == {}
+    assert record(store)["state"] == "running"

@@ -170,3 +170,19 @@ def test_the_workers_report_is_there_and_is_withdrawn_at_the_end(redis_url: str)
     assert client.get(broker.worker_key("w1")) is None
     assert client.zcard(broker.WORKERS) == 0
     client.close()
+
+
+def test_an_idle_worker_believes_no_lease_lapsed_that_could_not_be_renewed_while_redis_was_full(
+    own_redis: RedisServer,
+) -> None:
+    with keeping(own_redis.url) as busy, keeping(own_redis.url) as idle:
+        busy.claim("r1")
+        wait_until(renewals(busy, "r1"))
+        busy.store.client.config_set("maxmemory", 1)
+        full = time.monotonic()
+        wait_until(lambda: time.monotonic() - full > 2 * TTL)
+        assert busy.lease_left("r1") < 0, "a renewal is a write, and was refused"
+        busy.store.client.config_set("maxmemory", 0)
+        seen = len(idle.trusted)
+        wait_until(lambda: len(idle.trusted) > seen)
+        assert idle.trusted[seen] is False, "its sweep would run r1 a second time"

@@ -234,12 +234,15 @@ def test_evaluation_goes_first_and_training_is_not_starved(store, redis_url):
 
 
 def test_a_message_that_is_not_ours_does_not_hold_up_the_lanes(store, redis_url):
-    submit(redis_url, *({"rollout_id": f"e{n}", "purpose": "eval"} for n in range(8)))
-    for junk in (b"junk", b"[]", b'{"headers": 3}', b'{"headers": {"id": 5}}'):
+    """It is moved like any other, to where the next worker drops it."""
+    submit(redis_url, *({"rollout_id": f"e{n}", "purpose": "eval"} for n in range(32)))
+    all_junk = [b"junk", b"[]", b'{"headers": 3}', b'{"headers": {"id": 5}}']
+    for place, junk in enumerate(all_junk):
         store.client.rpush(broker.queue_key(3), junk)
         for number in range(8):
-            store.claim(f"e{number}", "w")
-    assert store.client.llen(broker.queue_key(3)) == 4
+            assert isinstance(store.claim(f"e{8 * place + number}", "w"), Claim)
+    assert store.client.llen(broker.queue_key(3)) == 0
+    assert set(all_junk) <= set(store.client.lrange(broker.queue_key(0), 0, -1))
 
 
 # -- no wake-up is lost: any order of claims, ends, hand-backs, cancellations and limits -------------------------------
@@ -348,3 +351,36 @@ def test_no_wake_up_is_lost_and_no_limit_exceeded_whatever_happens(store, redis_
         max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )
     run_state_machine_as_test(machine, settings=quick)
+
+
+# -- what a moved message leaves behind --------------------------------------------------------------------------------
+
+FIRST, LATER = broker.queue_key(0), broker.queue_key(9)
+
+
+def take(store: JobStore, key: str) -> str:
+    return store.client.rpop(key).split(b'"id":"')[1].split(b'"')[0].decode()
+
+
+def test_a_message_that_was_moved_to_the_first_list_and_lost_is_sent_again(store, redis_url):
+    submit(redis_url, *({"rollout_id": f"late{n}", "priority": 9} for n in range(3)))
+    submit(redis_url, *({"rollout_id": f"p{n}", "priority": 0} for n in range(8)))
+    for number in range(4):  # the fourth claim moves late0 to where the first list is served next
+        assert isinstance(store.claim(take(store, FIRST), "w"), Claim), number
+    assert take(store, FIRST) == "late0", "taken by a worker that is killed before it claims it"
+    for _ in range(4):
+        assert isinstance(store.claim(take(store, FIRST), "w"), Claim)
+    assert store.client.hget(broker.job_key("late0"), "state") == b"pending"
+    store.resend_missing(age=-1)
+    assert "late0" in queued(store)
+
+
+def test_a_cancelled_rollout_at_the_head_of_a_later_list_does_not_starve_those_behind_it(store, redis_url):
+    submit(redis_url, *({"rollout_id": f"late{n}", "priority": 9} for n in range(3)))
+    cancel(redis_url, "late0")
+    submit(redis_url, *({"rollout_id": f"p{n}", "priority": 0} for n in range(40)))
+    served = []
+    for _ in range(24):
+        served.append(take(store, FIRST))
+        store.claim(served[-1], "w")
+    assert "late1" in served, served
