@@ -177,6 +177,7 @@ class RolloutRequest(_Frozen):
     labels: tuple[str, ...] = ()
     priority: Annotated[int, Field(ge=0, le=9)] = 3
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    retry_agent: bool = False  #: an agent that exits with an error is run again, and is no result before the last time
 
     # the task
     environment: Annotated[str, Field(min_length=1, max_length=200)] = "command"

@@ -216,5 +216,6 @@ def _failed_agent(rollout: Rollout, trajectory: Trajectory) -> ErrorInfo:
             retryable=retryable,
         )
     else:
-        error = AgentError(f"the agent exited with {code}", detail=said or None)
+        again = rollout.request.retry_agent
+        error = AgentError(f"the agent exited with {code}", detail=said or None, retryable=again)
     return error.info(Phase.AGENT)

@@ -68,6 +68,18 @@ def test_an_agent_that_exits_3(run: Any) -> None:
     assert (result.agent_exit_code, result.agent_stdout, result.agent_stderr) == (3, "out\n", "oops\n")
 
 
+def test_an_agent_that_exits_3_runs_again_where_that_is_asked_for(run: Any, agents: Any) -> None:
+    mark = agents.directory / "failed"
+    result = one(run, run_command=f"[ -e {mark} ] || {{ touch {mark}; exit 3; }}", retry_agent=True, max_attempts=2)
+    assert (result.stop_condition, result.attempt) == (StopCondition.COMPLETED, 2)
+    (failed,) = result.failed_attempts
+    assert (failed.error.kind, failed.error.message, failed.counted) == (
+        ErrorKind.AGENT,
+        "the agent exited with 3",
+        True,
+    )
+
+
 def test_an_agent_that_never_ends(run: Any) -> None:
     result = one(run, run_command="echo thinking; sleep 600", deadlines={"agent": 0.5})
     assert result.stop_condition is StopCondition.AGENT_TIMEOUT
