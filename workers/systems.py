@@ -66,7 +66,7 @@ class WorkerSystems:
         self._intercepting: tuple[str, Systems] | None = None
         self._closing |= {"sandboxes": self.sandboxes.aclose, "tunnels": self.tunnels.aclose}
         self._closing |= {"gateway": self._ours.gateway.aclose, "gateways": self._others.gateway.aclose}
-        checks = Upkeep(self._check_tunnels, interval=settings.tunnel_check_interval, stage="tunnel_health")
+        checks = Upkeep(self._check_tunnels, interval=settings.tunnel_check_interval, stage="tunnel_health", late=3.0)
         self.check_tunnels = await self._stack.enter_async_context(checks)
         return self
 

@@ -9,21 +9,24 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-#: A turn that is this many intervals late is done without beat: it may be gone, and a worker whose slots are all taken
+#: Intervals without a turn after which one is done without beat: it may be gone, and a worker whose slots are all taken
 #: is sent no task of any kind.
-_LATE = 1.5
+LATE = 1.5
 
 
 class Upkeep:
     """Does ``work`` when it is called, and by itself when it was not called for too long: use it as a context manager.
 
-    ``interval`` is in seconds, ``stage`` names the work in the log.
+    ``interval`` is in seconds, ``late`` in intervals; ``stage`` names the work in the log.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[object]], *, interval: float, stage: str) -> None:
+    def __init__(
+        self, work: Callable[[], Awaitable[object]], *, interval: float, stage: str, late: float = LATE
+    ) -> None:
         self._work = work
         self._interval = interval
         self._stage = stage
+        self._late = late * interval
         self._done = time.monotonic()
 
     async def __call__(self) -> None:
@@ -42,7 +45,7 @@ class Upkeep:
     async def _do_when_late(self) -> None:
         while True:
             await asyncio.sleep(self._interval / 4)
-            if time.monotonic() - self._done < _LATE * self._interval:
+            if time.monotonic() - self._done < self._late:
                 continue
             try:
                 await self()

@@ -127,6 +127,21 @@ def test_100_rollouts_survive_a_kill_of_frpc_in_their_first_attempt(
     assert platform.requests()["create_tunnel"] <= 1, "one for all of them, or the one of the tests before"
 
 
+def test_rollouts_survive_a_cut_of_the_tunnels_control_connection(platform: Platform, runs: Runs, agents: Any) -> None:
+    """frpc lives, and connects again by itself: nobody else has anything to do."""
+
+    def cut() -> None:
+        wait_until(lambda: len(agents.starts()) == 5)
+        before = platform.tunnel()
+        platform.cut_tunnel()
+        agents.release()
+        assert platform.tunnel()["frpc_pid"] == before["frpc_pid"]
+
+    results = runs(*requests(5, run_command=agents.patient()), meanwhile=cut)
+
+    assert [(r.stop_condition, r.attempt, len(r.trajectory)) for r in results] == [(StopCondition.COMPLETED, 1, 2)] * 5
+
+
 def test_100_rollouts_of_a_deleted_tunnel_fail_with_their_turns_and_complete_on_the_next(
     platform: Platform, runs: Runs, agents: Any, fleet: tuple[LocalStack, PrimeEmulator]
 ) -> None:

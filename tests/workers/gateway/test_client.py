@@ -13,6 +13,7 @@ import pytest
 from support import counted, free_port
 
 from producer.contract import ErrorKind
+from workers.errors import GatewayError
 from workers.gateway.client import HttpGateway
 from workers.gateway.protocol import Registration
 from workers.instruments import GATEWAY_REQUESTS, NO_ANSWER
@@ -64,6 +65,51 @@ def test_the_client_sends_the_recorded_requests_and_reads_the_recorded_answers(a
     assert all("x-rollout-key" not in headers for _, _, headers, _ in scripted.requests[1:])
     expected = recorded[1]["response"]["body"]
     assert trajectory.model_dump(mode="json") == expected | OURS
+
+
+CALLS = [
+    (entry["name"], call, entry["status"])
+    for entry in json.loads((WIRE / "index.json").read_text())
+    if (call := entry["path"].rpartition("/")[2]) in {"register", "trajectory", "cancel", "unregister"}
+]
+
+
+def replay(against: Callable[..., Any], name: str, call: str, status: int) -> tuple[Any, Any]:
+    """Have the client meet one recorded answer; returns what it made of it, and the recorded body."""
+    recorded = exchange(name)["response"]["body"]
+    ok = (200, {"rollout_id": "r-1", "status": "ok"})
+
+    async def act(client: HttpGateway, url: str, _: Any) -> Any:
+        async with client.registered(url, "r-1", REGISTRATION, api_key="k"):
+            if call == "trajectory":
+                return await client.fetch_trajectory(url, "r-1")
+            if call == "cancel":
+                await client.cancel(url, "r-1")
+        return None
+
+    first = [] if call == "register" else [ok]
+    return against([*first, (status, recorded), *[ok] * 3], act)[0], recorded
+
+
+GONE = {"cancel", "unregister"}  #: what these are told of is over already: no error
+
+
+@pytest.mark.parametrize("recorded", [c for c in CALLS if c[2] == 200 or c[1] in GONE], ids=lambda c: c[0])
+def test_each_recorded_success_is_read(against: Callable[..., Any], recorded: tuple[str, str, int]) -> None:
+    read, body = replay(against, *recorded)
+    if recorded[1] == "trajectory":
+        assert read.model_dump(mode="json") == body | OURS
+
+
+@pytest.mark.parametrize("recorded", [c for c in CALLS if c[2] != 200 and c[1] not in GONE], ids=lambda c: c[0])
+def test_each_recorded_refusal_is_an_error_with_the_gateways_own_words(
+    against: Callable[..., Any], recorded: tuple[str, str, int]
+) -> None:
+    with pytest.raises(GatewayError, match="the rollout gateway") as raised:
+        replay(against, *recorded)
+    detail = exchange(recorded[0])["response"]["body"]["detail"]
+    said = detail if isinstance(detail, str) else detail[0]["msg"]
+    assert said in f"{raised.value} {raised.value.detail}"
 
 
 def test_one_rollouts_calls_come_in_the_recorded_order(against: Callable[..., Any]) -> None:
