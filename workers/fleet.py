@@ -296,7 +296,10 @@ class Fleet:
         The first failures of what is not its own fault are not charged to it: a gateway that restarts must not end
         everything that begins meanwhile.
         """
-        counts = not self._is_ours(rollout, error) or await self._excused(claim) >= self.settings.infrastructure_retries
+        counts = (
+            not self._is_ours(rollout, error)
+            or await self._excused(claim, error) >= self.settings.infrastructure_retries
+        )
         if counts and (claim.last or not error.retryable):
             return
         delay = min(_RETRY_DELAY_MAX, 2.0 ** (claim.attempt - 1)) * random.uniform(0.5, 1.0)  # noqa: S311
@@ -317,12 +320,13 @@ class Fleet:
         of_gateway = error.kind in {ErrorKind.GATEWAY, ErrorKind.TUNNEL}
         return is_infrastructure(error) and not (chosen and of_gateway)
 
-    async def _excused(self, claim: Claim) -> int:
-        """Return how many failures of the rollout's earlier attempts it was not charged for."""
+    async def _excused(self, claim: Claim, error: ErrorInfo) -> int:
+        """Return how many failures of this kind, in earlier attempts, the rollout was not charged for."""
         if claim.attempt == 1:
             return 0
         earlier = await self._when_redis_answers(claim.rollout_id, lambda: self.store.failed_attempts(claim.rollout_id))
-        return sum(not attempt.counted and is_infrastructure(attempt.error) for attempt in earlier)
+        same = (attempt for attempt in earlier if attempt.error.kind is error.kind and is_infrastructure(attempt.error))
+        return sum(not attempt.counted for attempt in same)
 
     async def _release(self, claim: Claim, request: RolloutRequest, how: HandBack) -> Requeue:
         what = await self._when_redis_answers(

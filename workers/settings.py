@@ -111,7 +111,7 @@ class WorkerSettings(BaseSettings):
     infrastructure_retries: int = Field(
         default=5,
         ge=0,
-        description="Attempts that gateway, tunnel or sandbox failed before the agent ran, and that are not charged.",
+        description="Attempts that gateway, tunnel and sandbox each fail before the agent runs: not charged.",
     )
     idle_limit: float | None = Field(
         default=None,

@@ -19,11 +19,11 @@ from celery.exceptions import Ignore, Terminated
 from support import RedisServer, free_port, wait_until
 
 from producer import broker
-from producer.contract import RolloutRequest, RolloutResult
+from producer.contract import ErrorInfo, ErrorKind, FailedAttempt, Phase, RolloutRequest, RolloutResult
 from workers import claims
 from workers.app import create_app
 from workers.history import HandBack
-from workers.jobs import Requeue
+from workers.jobs import Claim, Requeue
 from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
 from workers.settings import WorkerSettings
 
@@ -399,6 +399,26 @@ def test_a_worker_that_waits_for_redis_names_the_setting_and_asks_less_and_less_
     assert "redis://***@nowhere:1/0, check ROLLOUTS_REDIS_URL" in line.getMessage()
     assert "secret" not in caplog.text
     assert not hasattr(line, "rollout_id")
+
+
+def test_each_system_has_a_budget_of_its_own_for_failures_that_are_not_charged(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(redis_url)
+    gateway = ErrorInfo(kind=ErrorKind.GATEWAY, message="away", retryable=True, phase=Phase.REGISTER)
+    sandbox = ErrorInfo(kind=ErrorKind.SANDBOX, message="none left", retryable=True, phase=Phase.SANDBOX)
+    by_agent = gateway.model_copy(update={"phase": Phase.AGENT})
+    earlier = [
+        FailedAttempt(attempt=n, error=error, counted=counted)
+        for n, (error, counted) in enumerate([(gateway, False), (gateway, True), (by_agent, False), (sandbox, False)])
+    ]
+    monkeypatch.setattr(worker.fleet.store, "failed_attempts", lambda _: earlier)
+    claim = Claim("r1", 5, last=False, batch_id="b", request=b"")
+
+    async def excused() -> list[int]:
+        return [await worker.fleet._excused(claim, error) for error in (gateway, sandbox)]
+
+    assert asyncio.run(excused()) == [1, 1]
 
 
 def test_a_shutdown_without_redis_lets_the_lease_lapse(
