@@ -35,13 +35,13 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 def store(client: redis.Redis, redis_url: str) -> Iterator[JobStore]:
     app = Celery("test", set_as_current=False)
     app.config_from_object(broker.celery_config(redis_url))
-    yield JobStore(client, app, lease_ttl=0.2)
+    yield JobStore(client, app, lease_ttl=4)
     app.close()
 
 
 @pytest.fixture
 def ledger(client: redis.Redis) -> Ledger:
-    return Ledger(client, lease_ttl=0.2)
+    return Ledger(client, lease_ttl=4)
 
 
 def claimed(store: JobStore, rollout_id: str = "r1", worker: str = "w1", **fields: object) -> Claim:
