@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -26,6 +27,8 @@ from workers.settings import WorkerSettings
 
 #: Seconds that each check may take.
 LIMIT = 15.0
+OLDEST_REDIS = (6, 2)
+CLOCK_TOLERANCE = 2.0  #: seconds between two clocks that nobody minds
 #: A rollout that no gateway knows: asked for with the control key, the answer tells whether the key is right.
 _UNKNOWN = "doctor-asks-for-a-rollout-that-is-not-there"
 
@@ -129,13 +132,13 @@ def _redis(url: str, allow_eviction: bool) -> list[Finding]:
         with Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
             access = look(client, url)
             server, persistence = _info(client, "server"), _info(client, "persistence")
+            clock = _clock(client)
     except (RedisError, OSError, ValueError) as error:
         message = f"{shown} does not answer: {error}; check ROLLOUTS_REDIS_URL, and that the server runs"
         if is_refusal(error):
             message = explained(error, url)
         return [Finding("redis", State.FAIL, message)]
-    version = server.get("valkey_version") or server.get("redis_version") or "(not told)"
-    found = [Finding("redis", State.OK, f"{shown} answers, version {version}")]
+    found = [_version(shown, server), *clock]
     if access.refusal_problem:
         found.append(Finding("redis", State.FAIL, access.refusal_problem))
     found.append(_eviction(access, allow_eviction))
@@ -143,6 +146,35 @@ def _redis(url: str, allow_eviction: bool) -> list[Finding]:
         message = "appendonly is off: a restart of the server forgets rollouts; set appendonly yes"
         found.append(Finding("redis", State.WARN, message))
     return found
+
+
+def _version(shown: str, server: Mapping[str, Any]) -> Finding:
+    """Valkey calls itself a Redis 7.2 as well, for programs that know no other."""
+    version, compatible = server.get("valkey_version"), str(server.get("redis_version", ""))
+    numbers = [int(part) for part in compatible.split(".")[:2] if part.isdigit()]
+    if numbers and tuple(numbers) < OLDEST_REDIS:
+        message = f"{shown} is version {compatible}: use Redis {'.'.join(map(str, OLDEST_REDIS))} or newer, or Valkey"
+        return Finding("redis", State.FAIL, message)
+    return Finding("redis", State.OK, f"{shown} answers, version {version or compatible or '(not told)'}")
+
+
+def _clock(client: Redis) -> list[Finding]:
+    """Compare the server's clock with this host's; how long the answer took is no difference."""
+    try:
+        before = time.time()
+        seconds, micros = client.time()
+        after = time.time()
+    except ResponseError:  # forbidden to this user, which `look` has said
+        return []
+    told = int(seconds) + int(micros) / 1e6
+    off = told - min(max(told, before), after)
+    if abs(off) <= CLOCK_TOLERANCE:
+        return [Finding("clock", State.OK, f"this host and the Redis server agree to {CLOCK_TOLERANCE:g} s")]
+    message = (
+        f"the Redis server's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this host's: leases go by "
+        "the server's and hold, but times in results, logs and traces do not fit together; set both by NTP"
+    )
+    return [Finding("clock", State.WARN, message)]
 
 
 def _eviction(access: Access, allowed: bool) -> Finding:
@@ -203,7 +235,27 @@ async def _gateway(settings: WorkerSettings) -> list[Finding]:
         case _:
             message = f"{url} answers {status} where a rollout gateway answers 404; check ROLLOUTS_GATEWAY_URL"
             state = State.FAIL
-    return [Finding("gateway", state, message)]
+    found = [Finding("gateway", state, message)]
+    return [*found, *await _upstream(url)] if state is State.OK else found
+
+
+async def _upstream(gateway_url: str) -> list[Finding]:
+    """Ask the gateway whether its model servers answer; one that is not ours may not tell."""
+    try:
+        async with httpx.AsyncClient(timeout=LIMIT / 2) as client:
+            answer = await client.get(f"{gateway_url}/readyz")
+            said = answer.json() if answer.status_code in {200, 503} else None
+    except (httpx.HTTPError, ValueError):
+        said = None
+    if not isinstance(said, dict) or "status" not in said:
+        return []
+    if answer.status_code == 200:
+        return [Finding("upstream", State.OK, "the gateway reaches its model servers")]
+    message = (
+        f"the gateway at {gateway_url} can make no model calls: {said['status']}: {str(said.get('detail'))[:300]}; "
+        "check ROLLOUTS_GATEWAY_UPSTREAM there, and that the model server runs"
+    )
+    return [Finding("upstream", State.FAIL, message)]
 
 
 async def _model(settings: WorkerSettings) -> list[Finding]:

@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from emulators.prime import PrimeEmulator
 from support import RedisServer, command, free_port
 
+from workers import doctor
 from workers.doctor import State, examine
 from workers.interception import InterceptingGateway
 from workers.settings import WorkerSettings
@@ -39,8 +43,26 @@ def account(emulator: PrimeEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def gateway() -> Iterator[InterceptingGateway]:
-    gateway = InterceptingGateway("http://127.0.0.1:9/v1")
+def model_server() -> Iterator[HTTPServer]:
+    """A model server that lists its models, and knows nothing else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def gateway(model_server: HTTPServer) -> Iterator[InterceptingGateway]:
+    gateway = InterceptingGateway(f"http://127.0.0.1:{model_server.server_port}/v1")
     gateway.start()
     yield gateway
     asyncio.run(gateway.aclose())
@@ -60,7 +82,7 @@ def test_all_is_well(own_redis: RedisServer, gateway: InterceptingGateway, accou
         tunnel_provider="prime",
     )
     assert {check: state for check, (state, _) in found.items()} == dict.fromkeys(
-        ("redis", "settings", "gateway", "platform", "frpc"), State.OK
+        ("redis", "clock", "settings", "gateway", "upstream", "platform", "frpc"), State.OK
     )
     assert account.api_url in found["platform"][1]
     assert account.api_key not in str(found)
@@ -131,6 +153,45 @@ def test_no_redis(tmp_path: Path) -> None:
     assert state is State.FAIL
     assert "check ROLLOUTS_REDIS_URL" in message
     assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("6.0.16", State.FAIL), ("6.2.0", State.OK), ("7.2.4", State.OK), ("10.0", State.OK)]
+)
+def test_a_redis_that_is_too_old(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, version: str, state: State
+) -> None:
+    monkeypatch.setattr(doctor, "_info", lambda client, section: {"redis_version": version})
+    found = asyncio.run(examine(WorkerSettings(redis_url=own_redis.url), environ={}))
+    (told,) = [finding for finding in found if finding.check == "redis" and "version" in finding.message]
+    assert told.state is state
+    assert version in told.message
+    assert (state is State.OK) == ("use Redis 6.2 or newer, or Valkey" not in told.message)
+
+
+@pytest.mark.parametrize(("off", "words"), [(90.0, "90.0 s behind"), (-90.0, "90.0 s ahead of")])
+def test_clocks_that_differ(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, off: float, words: str) -> None:
+    clock = time.time
+    monkeypatch.setattr(doctor.time, "time", lambda: clock() + off)
+    state, message = findings(redis_url=own_redis.url)["clock"]
+    assert state is State.WARN
+    assert f"the Redis server's clock is {words} this host's" in message
+    assert "set both by NTP" in message
+
+
+def test_a_gateway_whose_model_server_is_not_there(gateway: InterceptingGateway, model_server: HTTPServer) -> None:
+    model_server.shutdown()
+    model_server.server_close()
+    state, message = findings(gateway_url=gateway.url, gateway_control_key=gateway.control_key)["upstream"]
+    assert state is State.FAIL
+    assert f"the gateway at {gateway.url} can make no model calls: upstream unavailable" in message
+    assert "check ROLLOUTS_GATEWAY_UPSTREAM" in message
+
+
+def test_a_gateway_of_another_make_does_not_tell(model_server: HTTPServer) -> None:
+    found = findings(gateway_url=f"http://127.0.0.1:{model_server.server_port}")
+    assert found["gateway"][0] is State.OK
+    assert "upstream" not in found
 
 
 def test_a_gateway_that_is_not_there_or_wants_another_key(gateway: InterceptingGateway) -> None:
