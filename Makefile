@@ -3,6 +3,7 @@
 #             make test-agents runs codex, Claude Code, opencode and mini-swe-agent through the gateway; make test-door runs
 #             verifiers' own client against `rollouts env-server` (400 MB to install)
 # make chaos  breaks a fleet for about eight minutes and prints one JSON line; SEED=n repeats a run
+# make pictures draws those of the README anew, from a fleet that runs
 # make soak   watches a fleet's memory and file descriptors for half an hour; MINUTES=n for another time
 # Each is enough on its own in a fresh clone: it makes .venv, installs what it needs, and runs.
 
@@ -21,7 +22,7 @@ PIP_AGENTS := mini-swe-agent==2.4.6
 test test-faults test-chart: export PYTHONDONTWRITEBYTECODE =
 test test-faults test-chart: export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo demo-llm test test-faults test-chart test-agents test-door check bench chaos soak clean
+.PHONY: demo demo-llm test test-faults test-chart test-agents test-door check bench chaos soak pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rollouts demo --out demo-results.jsonl --overwrite
@@ -56,6 +57,9 @@ chaos: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+
+pictures: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python tests/pictures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,49 @@
 """What a trainer or a batch job imports: requests, results, and the producer that sends one and receives the other.
 
-The names are found when they are used first, so that who needs a part alone (the gateway, `rollouts --help`) does not
-wait for Celery.
+A trainer asks for groups, and says which policy version it trains::
+
+    async with Producer.from_settings() as producer:                          # reads ROLLOUTS_REDIS_URL
+        await producer.set_policy_version(step, max_off_policy_steps=4)       # what is older is cancelled, fleet-wide
+        terms = GroupTerms(size=8, min_usable=6, replace_failed=2)
+        async for group in producer.groups(examples, terms, run_id="run-7", max_groups=64, consumer="trainer"):
+            if group.dropped is None:
+                train(group.results)
+
+Groups
+    are delivered whole or dropped whole, with a reason (``failed``, ``stale``, ``overload``, ``cancelled``). One is
+    ready when ``min_usable`` of its rollouts are usable; the rest is then cancelled or kept. `Producer.submit_group`
+    gives the handle of one. Cancelling a group, or a batch with `Producer.cancel_batch`, is for good: later
+    submissions under its id are refused in the step that would write them.
+Staleness
+    Requests carry ``policy_version``. ``on_stale="cancel"`` ends those that wait without starting them and cancels
+    those that run; ``"withhold"`` lets those that run end, and delivers them without their turns (the handle's
+    ``result()`` still has all); ``"keep"`` runs all. Late results are marked ``stale``. Requests with
+    ``purpose="eval"`` or ``"frozen"`` are exempt. `Producer.shed` cancels the youngest that train.
+Delivery
+    With ``consumer="NAME"``, ``results``, ``submit_many`` and ``groups`` go on where the last process of that name
+    was. Asking for the next result acknowledges the one before, in Redis, before it is handed out. After a crash
+    nothing is missing, and only the one that was in hand comes again, with ``redelivered`` true: whether it was dealt
+    with, only the consumer knows (the last line of its file, say). A second process under the same name takes over;
+    the first gets `ConsumerTakenError`. What nobody consumed is kept for seven days.
+Flow
+    ``batch.max_in_flight`` may be moved at any time (0 pauses); ``Pace(per_minute, burst)`` bounds how fast rollouts
+    are submitted. `Producer.set_limit` of ``env:NAME`` or ``gateway:URL`` holds in the whole fleet: what is above it
+    waits without a worker, in order. Of several ``gateway_urls`` the least loaded is taken, for all attempts, and
+    with ``share_gateway`` for the whole group. Evaluation is served before training, which still gets every fourth
+    place.
+Progress
+    `Producer.batch_progress` asks workers for phase, turns and tokens so far; nothing is told unasked.
+Results
+    A step of ``result.trajectory`` is ``{prompt, completion, tokens, reward, advantage, is_truncated, trajectory_id,
+    extras}``; its ``tokens`` are ``{prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs,
+    overlong_prompt, is_truncated, routed_experts}``: the format of the rollout gateway that prime-rl and verifiers
+    0.1 used. ``result.integrity`` is what the bundled gateway checked of it: ``ok`` says that ids and logprobs match,
+    that no call went past the gateway, and that each turn's prompt begins with the tokens of the turn before;
+    ``problems`` say which does not hold, in which turn. `to_verifiers` returns verifiers 0.1's ``State``,
+    `to_verifiers_trace` a v1 trace, which ``verifiers.v1.WireTrace`` of 0.4 validates.
+
+`producer.contract` has every field of a request and of a result. The names are found when they are used first, so
+that who needs a part alone (the gateway, ``rollouts --help``) does not wait for Celery.
 """
 
 from importlib import import_module

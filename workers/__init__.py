@@ -1,5 +1,29 @@
 """What runs rollouts: the Celery worker, its pool, the flow, and the systems it touches.
 
+::
+
+    producer            Redis                       worker process                          elsewhere
+    --------            -----                       --------------                          ---------
+    submit ----------> record (the truth) <-------- claim, renew, commit  (jobs)
+                       queue of wake-ups ---------> Celery consumer -> pool (pool)
+                                                      | one event loop runs all rollouts
+                                                      v
+                                                    run_attempt (attempt) -> run_rollout (rollout)
+                                                      register ------------------------->  gateway <---+
+                                                      tunnel (tunnels.pool) ------------>  tunnel      | model calls
+                                                      sandbox (sandboxes) -------------->  agent ------+
+                                                      setup, agent, trajectory, score, clean up
+    results <--------- result, batch's stream <---- first result wins  (results)
+                       ledger <-------------------- sweep, orphans: what dead workers left is deleted
+
+- `workers.rollout` is the flow, and where to begin; `workers.attempt` is what stands around one attempt, and
+  `workers.fleet` the process: it claims, retries, hands over, and answers for its health.
+- A rollout is held by a lease. `workers.leases` renews those of the process in a thread of its own, as long as the
+  event loop makes progress; what is not renewed is run again by the `workers.sweep` of any other worker.
+- A message is only a wake-up call: it is acknowledged at once (`workers.transport`), and a lost one is sent again.
+- `workers.breaker` stops taking rollouts while a system fails, `workers.watchdog` ends agents that hang, and
+  `workers.orphans` deletes what belongs to no living attempt. `workers.errors` says what happens when something fails.
+
 Where everything of verifiers' ``RolloutGatewayMixin`` (0.1.11) is here. Its names are kept where the thing is the same:
 state keys are fields of `producer.contract.RolloutResult`, stages are the ``stage`` of log lines.
 

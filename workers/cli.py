@@ -37,6 +37,12 @@ class LogLevel(StrEnum):
     ERROR = "ERROR"
 
 
+def _guides(incomplete: str) -> list[str]:
+    from workers.guide import GUIDES
+
+    return [name for name in GUIDES if name.startswith(incomplete)]
+
+
 @app.command(rich_help_panel="Run the fleet")
 def worker(
     name: Annotated[str, typer.Option(help="Name of this worker process; the host is appended.")] = "worker",
@@ -107,6 +113,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         colour = {State.OK: "green", State.WARN: "yellow", State.FAIL: "red"}[finding.state]
         typer.echo(f"{typer.style(finding.state.value.rjust(4), fg=colour)}  {finding.check:<12}  {finding.message}")
     raise typer.Exit(any(finding.state is State.FAIL for finding in findings))
+
+
+@app.command(rich_help_panel="Run the fleet")
+def guide(
+    name: Annotated[
+        str, typer.Argument(help="Which one; without a name, all are listed.", autocompletion=_guides)
+    ] = "",
+) -> None:
+    """Print a guide: how to train with the fleet, write an environment, run a gateway, read a failure."""
+    from producer.cli import bad_usage
+    from workers import guide as guides
+
+    if name in guides.GUIDES:
+        typer.echo(guides.guide(name))
+        return
+    listed = "\n".join(f"{name:<14}{about}" for name, (_, about) in guides.GUIDES.items())
+    if name:
+        bad_usage(f"there is no guide {name!r}; there are:\n{listed}")
+    typer.echo(listed)
 
 
 @app.command(rich_help_panel="Run the fleet")

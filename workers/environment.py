@@ -1,4 +1,31 @@
-"""The class that users subclass: which image, which command, which variables, how to set up and how to score."""
+"""The class that users subclass: which image, which command, which variables, how to set up and how to score.
+
+::
+
+    class Math(Environment):
+        def run_command(self, request):
+            return "python3 agent.py > answer.txt"
+
+        def build_env_vars(self, request, rollout):
+            return super().build_env_vars(request, rollout) | {"ROLLOUT_PROMPT": request.prompt}
+
+        async def setup(self, rollout):                      # rollout.sandbox: upload_file, execute_command, ...
+            await rollout.sandbox.upload_file("agent.py", Path(__file__).with_name("agent.py"))
+
+        async def score(self, rollout):                      # a number, or a dictionary of metrics with "reward"
+            answer = await rollout.sandbox.execute_command("cat answer.txt")            # exit_code, stdout, stderr
+            return float(str(rollout.request.answer) in answer.stdout)
+
+Name it in the allow-list of every worker that serves the queue, and have its module importable there: ``PYTHONPATH=.
+ROLLOUTS_ENVIRONMENTS=math=my_module:Math rollouts worker``; nothing else is ever imported. ``after`` is the last
+hook, and ``docker_image`` names the image. Hooks that use the sandbox are ``async def``; plain ``def`` hooks run in a
+thread and may block. The environment ``command`` is built in: image and command come from the request, the agent
+finds the prompt in ``ROLLOUT_PROMPT``, and nothing is scored.
+
+Secrets go by name: ``secret_env: ["HF_TOKEN"]`` in a request passes on the worker's own variable, if the worker
+offers it (``ROLLOUTS_SECRET_ENV=HF_TOKEN``). Values do not enter Redis or logs, and are cut out of what the agent
+printed, of errors and of warnings. What an agent itself writes into a model call is recorded as it is.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,34 @@ RolloutError
 ├── EnvironmentHookError  a hook of the environment raised or took too long
 ├── RolloutLimitError     the whole attempt took longer than its hard limit
 └── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
+
+What happens, and what is seen, when
+
+- a worker is killed: its rollouts run again elsewhere within 1.5 lease times, as the next attempt; its local agents
+  and frpc are ended at once, its sandboxes, registrations and tunnels are deleted by the sweep
+- a worker is stopped with SIGTERM: it takes nothing new and lets what runs finish for ``ROLLOUTS_DRAIN_TIMEOUT``;
+  then, or at a second SIGTERM or a SIGQUIT, what runs is handed over, without spending an attempt
+- Redis restarts: rollouts go on; leases are renewed when it is back, and none is believed lapsed for one lease time
+- beat dies: nothing, as every worker sweeps as well
+- a rollout kills its worker each time: after ``max_attempts`` it ends with a ``lease`` error and its history
+- gateway, tunnels or sandboxes fail time after time: the worker takes nothing new, and tries with one rollout after
+  growing pauses
+- frpc is killed: it is restarted under the same URL; rollouts whose agents retry go on
+- a tunnel's registration is gone: its rollouts fail at once, keep their turns, and run again on the next tunnel
+- the platform refuses the account: ``rollouts doctor`` and ``rollouts worker`` say so, and the worker takes nothing
+- a creation, a poll, a deletion is answered 429, 5xx or not at all: it is repeated; what an unanswered creation made
+  is found and deleted
+- the gateway or a sandbox fails: a ``gateway`` or ``sandbox`` error; tried again with a growing delay while attempts
+  are left
+- the model server fails: the agent gets a typed answer; if it gives up, the result is a ``model`` error
+- the agent exits with an error: an ``agent`` error with its stderr; not tried again (unless ``retry_agent``), and
+  scored all the same
+- the agent makes no model call for its ``idle`` limit, or an attempt takes longer than its ``rollout`` limit: an
+  ``agent`` or a ``limit`` error with the turns so far; not tried again
+- a hook blocks the event loop: it is named in the log and in ``rollouts_loop_blocked_total``; no lease is lost before
+  ``ROLLOUTS_LOOP_HANG_LIMIT``
+- the agent never calls the model: completed, ``metrics.model_calls`` 0, and a warning that names the likely cause
+- a request is wrong: an ``invalid_request`` error that names the field
 """
 
 from __future__ import annotations

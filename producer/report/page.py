@@ -21,6 +21,7 @@ from producer.report import plots
 from producer.report.stats import MAX_ROWS, Stats, mean, percentile
 from producer.show import one_line, safe
 from producer.trajectory import Said, Turn, integrity_of, turns_of, turns_of_steps
+from producer.worker_report import count as counted
 
 HERE = Path(__file__).parent
 #: Characters of one text in the page; those of a rollout that is too big are cut shorter, until it fits.
@@ -132,7 +133,9 @@ def _figures(stats: Stats) -> Iterator[str]:
         first = "".join(
             f"<li><b>{escape(one_line(name, 80))}</b> {escape(one_line(seen.first, 300))}</li>" for name, seen in worst
         )
-        yield _figure("Failures by class", f"{len(stats.failures)} classes; the first of each below", drawn, first)
+        yield _figure(
+            "Failures by class", f"{counted(len(stats.failures), 'kind')}; the first of each below", drawn, first
+        )
     if stats.warnings:
         common = [(one_line(text, 120), count) for text, count in stats.warnings.most_common(_SHOWN_CLASSES)]
         words = "".join(f"<li>{escape(text)} <b>{count}</b></li>" for text, count in common)
