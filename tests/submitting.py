@@ -21,14 +21,23 @@ def requests(count: int, **fields: Any) -> list[RolloutRequest]:
 def results_of(
     url: str, wanted: list[RolloutRequest], meanwhile: Callable[[], object] = lambda: None, timeout: float = 60
 ) -> list[RolloutResult]:
-    """Submit ``wanted``, do ``meanwhile`` in a thread, and return the results in the order of completion."""
+    """Submit ``wanted``, do ``meanwhile`` in a thread, and return the results in the order of completion.
 
-    async def scenario() -> list[RolloutResult]:
-        async with Producer(ProducerSettings(redis_url=url)) as producer, asyncio.timeout(timeout):
-            batch = await producer.submit_many(wanted)
-            breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
-            results = [result async for result in batch]
-            await breaking
-            return results
+    What fails in ``meanwhile`` is raised at once: without it, the results may never come.
+    """
+    results: list[RolloutResult] = []
 
-    return asyncio.run(scenario())
+    async def collect() -> None:
+        async with Producer(ProducerSettings(redis_url=url)) as producer:
+            async for result in await producer.submit_many(wanted):
+                results.append(result)
+
+    async def scenario() -> None:
+        tasks = {asyncio.create_task(collect()), asyncio.create_task(asyncio.to_thread(meanwhile))}
+        ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()
+        assert len(ended) == len(tasks), f"{len(results)} of {len(wanted)} results after {timeout} s"
+
+    asyncio.run(scenario())
+    return results

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +17,15 @@ import pytest
 import redis
 from emulators.prime import PrimeEmulator
 from fleets import fleet_on
+from submitting import request, results_of
 from support import wait_until
 
-from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer import broker
 from producer.contract import ErrorKind, StopCondition
-from producer.settings import ProducerSettings
 from workers.local import LocalStack
 
 SETTINGS = {"ROLLOUTS_ORPHAN_INTERVAL": "0.5"}
 ROLLOUTS = [sys.executable, "-m", "workers.cli"]
-
-
-def run(url: str, wanted: list[RolloutRequest], meanwhile: Callable[[], None]) -> list[RolloutResult]:
-    async def scenario() -> list[RolloutResult]:
-        async with Producer(ProducerSettings(redis_url=url)) as producer, asyncio.timeout(60):
-            batch = await producer.submit_many(wanted)
-            breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
-            results = [result async for result in batch]
-            await breaking
-            return results
-
-    return asyncio.run(scenario())
-
-
-def request(**fields: Any) -> RolloutRequest:
-    return RolloutRequest.parse({"model": "stand-in", "prompt": "hi", **fields})
 
 
 def of_attempt(emulator: PrimeEmulator, attempt: int) -> set[str]:
@@ -83,7 +65,7 @@ def test_what_a_killed_worker_left_is_gone_one_sweep_later_and_what_runs_on_is_u
 
             os.kill(worker.pid, signal.SIGKILL)
             killed = time.monotonic()
-            wait_until(lambda: not psutil.pid_exists(tunnel["frpc_pid"]), timeout=2, what="the end of its frpc")
+            wait_until(lambda: not psutil.pid_exists(tunnel["frpc_pid"]), what="the end of its frpc")
             wait_until(lambda: len(agents.starts()) == 21, what="the second attempts")
             second = of_attempt(emulator, 2)
             wait_until(lambda: not first & set(emulator.leaked()["sandboxes"]), what="its sandboxes to be deleted")
@@ -98,7 +80,7 @@ def test_what_a_killed_worker_left_is_gone_one_sweep_later_and_what_runs_on_is_u
             assert len(emulator.leaked()["tunnels"]) == 1
             agents.release()
 
-        results = run(stack.redis_url, wanted, kill)
+        results = results_of(stack.redis_url, wanted, kill)
 
         by_example = {result.example_id: result for result in results}
         assert by_example.pop("last").stop_condition is StopCondition.HAS_ERROR
@@ -116,7 +98,7 @@ def test_the_tunnel_of_a_worker_that_was_killed_while_it_was_idle_does_not_wait_
     with fleet_on("prime", tmp_path, workers=1, concurrency=5, settings=settings) as (stack, emulator):
         assert emulator is not None
         client = redis.Redis.from_url(stack.redis_url)
-        run(stack.redis_url, [request(run_command="true")], lambda: None)
+        results_of(stack.redis_url, [request(run_command="true")], lambda: None)
         (tunnel,) = emulator.tunnels()
         first = next(child for child in stack._children if child.name == "worker1")
         assert first.restart is not None
@@ -131,7 +113,7 @@ def test_the_tunnel_of_a_worker_that_was_killed_while_it_was_idle_does_not_wait_
         # Six seconds of silence or ten of age, and one interval; the rest is the start of a worker.
         wait_until(lambda: tunnel["tunnel_id"] not in emulator.leaked()["tunnels"], timeout=40, what="its tunnel to go")
         assert client.exists(broker.LABELS_SWEPT), "nobody has looked by label"
-        (result,) = run(stack.redis_url, [request(run_command="true")], lambda: None)
+        (result,) = results_of(stack.redis_url, [request(run_command="true")], lambda: None)
         assert result.stop_condition is StopCondition.COMPLETED
         assert len(emulator.leaked()["tunnels"]) == 1, "the second worker's own"
 
@@ -143,7 +125,7 @@ def test_a_clean_up_that_fails_is_made_up_for_by_a_later_sweep(tmp_path: Path) -
         emulator.fault("delete_sandbox", status=403, times=None)
         wanted = [request(example_id="well", run_command="true"), request(example_id="ill", run_command="exit 3")]
 
-        results = {result.example_id: result for result in run(stack.redis_url, wanted, lambda: None)}
+        results = {result.example_id: result for result in results_of(stack.redis_url, wanted, lambda: None)}
 
         error = results["well"].error
         assert error is not None

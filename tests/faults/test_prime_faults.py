@@ -18,6 +18,7 @@ import pytest
 import redis
 from emulators.prime import PrimeEmulator
 from fleets import fleet_on
+from submitting import request, requests, results_of
 from support import wait_until
 
 from producer import Producer, RolloutRequest, RolloutResult, broker
@@ -73,15 +74,7 @@ class Runs:
         self.url = stack.redis_url
 
     def __call__(self, *wanted: RolloutRequest, meanwhile: Callable[[], object] = lambda: None) -> list[RolloutResult]:
-        async def scenario() -> list[RolloutResult]:
-            async with Producer(ProducerSettings(redis_url=self.url)) as producer, asyncio.timeout(60):
-                batch = await producer.submit_many(wanted)
-                breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
-                results = [result async for result in batch]
-                await breaking
-                return results
-
-        return asyncio.run(scenario())
+        return results_of(self.url, list(wanted), meanwhile)
 
 
 @pytest.fixture
@@ -95,14 +88,6 @@ def platform(fleet: tuple[LocalStack, PrimeEmulator]) -> Iterator[Platform]:
     fleet[1].clear_faults()
     fleet[1].limit_tunnels(None)
     wait_until(lambda: not fleet[1].leaked()["sandboxes"], what="no sandbox")
-
-
-def request(**fields: Any) -> RolloutRequest:
-    return RolloutRequest.parse({"model": "stand-in", "prompt": "hi", **fields})
-
-
-def requests(count: int, **fields: Any) -> list[RolloutRequest]:
-    return [request(example_id=n, **fields) for n in range(count)]
 
 
 # -- what the system that this follows gets wrong ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -17,11 +16,11 @@ import pytest
 import redis
 from chaos.proxy import Proxy
 from fleets import lean
+from submitting import requests, results_of
 from support import RedisServer, wait_until
 
-from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer import RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind, StopCondition
-from producer.settings import ProducerSettings
 from workers.local import LocalStack, StackOptions
 
 TTL = 2.0
@@ -33,30 +32,6 @@ def fleet(tmp_path: Path, **options: Any) -> Iterator[LocalStack]:
     options = lean() | options
     with LocalStack(StackOptions(log_dir=tmp_path / "logs", settings=settings, **options)) as stack:
         yield stack
-
-
-def waiting_requests(count: int, command: str) -> list[RolloutRequest]:
-    return [RolloutRequest.parse({"model": "stand-in", "example_id": n, "run_command": command}) for n in range(count)]
-
-
-class Collector:
-    """Submits requests and collects results in a thread's own event loop, while the test breaks things."""
-
-    def __init__(self, redis_url: str, requests: list[RolloutRequest]) -> None:
-        self.results: list[RolloutResult] = []
-        self._url, self._requests = redis_url, requests
-
-    def collect(self, meanwhile: Any) -> list[RolloutResult]:
-        async def scenario() -> None:
-            async with Producer(ProducerSettings(redis_url=self._url)) as producer, asyncio.timeout(60):
-                batch = await producer.submit_many(self._requests)
-                breaking = asyncio.create_task(asyncio.to_thread(meanwhile))
-                async for result in batch:
-                    self.results.append(result)
-                await breaking
-
-        asyncio.run(scenario())
-        return self.results
 
 
 def worker_pid(stack: LocalStack, name: str) -> int:
@@ -88,7 +63,7 @@ def test_a_sigkilled_workers_20_rollouts_start_again_within_one_and_a_half_ttls(
             restarted.append(time.monotonic() - killed)
             agents.release()
 
-        results = Collector(stack.redis_url, waiting_requests(20, agents.command())).collect(kill_it)
+        results = results_of(stack.redis_url, requests(20, run_command=agents.command()), kill_it)
 
         assert len({r.rollout_id for r in results}) == len(results) == 20
         assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
@@ -115,13 +90,13 @@ def test_redis_restarts_under_100_running_rollouts_and_each_runs_once(
             wait_until(lambda: client.time()[0] >= back + TTL + 1)
             agents.release()
 
-        results = Collector(stack.redis_url, waiting_requests(100, agents.command())).collect(restart)
+        results = results_of(stack.redis_url, requests(100, run_command=agents.command()), restart)
 
         assert len({r.rollout_id for r in results}) == len(results) == 100
         assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
         assert set(Counter(agents.starts()).values()) == {1}, "each ran once"
 
-        after = Collector(stack.redis_url, waiting_requests(5, "true")).collect(lambda: None)
+        after = results_of(stack.redis_url, requests(5, run_command="true"))
         assert len(after) == 5, "the worker goes on consuming"
 
 
@@ -143,13 +118,13 @@ def test_a_redis_outage_of_two_ttls_costs_no_running_rollout_and_the_worker_goes
             wait_until(lambda: client.time()[0] >= back + 2 * TTL, what="two TTLs in which they might be taken away")
             agents.release()
 
-        results = Collector(stack.redis_url, waiting_requests(20, agents.command())).collect(outage)
+        results = results_of(stack.redis_url, requests(20, run_command=agents.command()), outage)
 
         assert len({r.rollout_id for r in results}) == len(results) == 20
         assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
         assert set(Counter(agents.starts()).values()) == {1}, "each ran once"
 
-        after = Collector(stack.redis_url, waiting_requests(5, "true")).collect(lambda: None)
+        after = results_of(stack.redis_url, requests(5, run_command="true"))
         assert {r.stop_condition for r in after} == {StopCondition.COMPLETED}
         assert len(after) == 5, "the worker goes on consuming"
 
@@ -167,7 +142,7 @@ def test_a_worker_whose_connection_is_cut_while_it_waits_for_messages_is_not_dea
                 wait_until(lambda: asking(own_redis) - cut, timeout=15, what="it to ask for messages again")
                 cut.update(asking(own_redis))
                 proxy.cut()
-            results = Collector(own_redis.url, waiting_requests(3, "true")).collect(lambda: None)
+            results = results_of(own_redis.url, requests(3, run_command="true"))
             assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
             stack.check()
     finally:
@@ -189,7 +164,7 @@ def test_a_rollout_that_kills_its_worker_every_time_ends_and_harms_no_other(tmp_
         killer = RolloutRequest.parse(
             {"model": "m", "example_id": "killer", "max_attempts": 2, "run_command": f"kill -9 $(cat {pid_file})"}
         )
-        others = waiting_requests(3, "sleep 0.2")
+        others = requests(3, run_command="sleep 0.2")
 
         def restart() -> None:
             for _ in range(2):
@@ -199,7 +174,7 @@ def test_a_rollout_that_kills_its_worker_every_time_ends_and_harms_no_other(tmp_
                 stack._start_workers()
                 pid_file.write_text(str(stack._children[before].process.pid))
 
-        results = Collector(stack.redis_url, [killer, *others]).collect(restart)
+        results = results_of(stack.redis_url, [killer, *others], restart)
 
         by_example = {r.example_id: r for r in results}
         error = by_example["killer"].error
@@ -227,7 +202,7 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_gives_its_rollouts_
         # The second worker logs to a file of the same name.
         first = stack.logs["worker1"]
         first.rename(tmp_path / "worker1-first.log")
-        results = Collector(stack.redis_url, waiting_requests(6, agents.command())).collect(stop_it)
+        results = results_of(stack.redis_url, requests(6, run_command=agents.command()), stop_it)
 
         assert len({r.rollout_id for r in results}) == len(results) == 6
         assert {r.attempt for r in results} == {2}
@@ -244,8 +219,8 @@ def test_a_cold_shutdown_hands_running_rollouts_over_without_spending_an_attempt
             process.wait(20)
             agents.release()
 
-        requests = [r.model_copy(update={"max_attempts": 1}) for r in waiting_requests(6, agents.command())]
-        results = Collector(stack.redis_url, requests).collect(quit_one)
+        once = requests(6, run_command=agents.command(), max_attempts=1)
+        results = results_of(stack.redis_url, once, quit_one)
 
         assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
         assert len(results) == 6
@@ -264,7 +239,7 @@ def test_a_warm_shutdown_lets_running_rollouts_finish(tmp_path: Path, agents: An
             agents.release()
             process.wait(20)
 
-        results = Collector(stack.redis_url, waiting_requests(3, agents.command())).collect(terminate)
+        results = results_of(stack.redis_url, requests(3, run_command=agents.command()), terminate)
         assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
 
 
@@ -291,8 +266,8 @@ def test_a_drain_that_takes_too_long_hands_over_without_spending_an_attempt_and_
             codes.append(child.process.wait(25))
             agents.release()
 
-        requests = [r.model_copy(update={"max_attempts": 1}) for r in waiting_requests(6, agents.command())]
-        results = Collector(stack.redis_url, requests).collect(drain_one)
+        once = requests(6, run_command=agents.command(), max_attempts=1)
+        results = results_of(stack.redis_url, once, drain_one)
 
         assert codes == [0]
         assert {r.stop_condition for r in results} == {StopCondition.COMPLETED}
@@ -310,7 +285,7 @@ def test_lapsed_leases_are_requeued_without_beat_and_while_every_slot_is_taken(t
             wait_until(lambda: len(agents.starts()) == 3)
             client = redis.Redis.from_url(stack.redis_url)
             # A rollout of a worker that is gone: the record says running, and nobody renews it.
-            request = waiting_requests(1, "true")[0].model_copy(update={"rollout_id": "lost", "batch_id": "lost"})
+            request = requests(1, run_command="true")[0].model_copy(update={"rollout_id": "lost", "batch_id": "lost"})
             record = {"request": request.to_json(), "state": "running", "attempt": 1, "spent": 1, "max_attempts": 3}
             record |= {"batch": "lost", "priority": 0, "worker": "gone@host"}
             client.hset(broker.job_key("lost"), mapping=record)
@@ -320,5 +295,5 @@ def test_lapsed_leases_are_requeued_without_beat_and_while_every_slot_is_taken(t
             agents.release()
             wait_until(lambda: client.hget(broker.job_key("lost"), "state") == b"done")
 
-        results = Collector(stack.redis_url, waiting_requests(3, agents.command())).collect(lose_one)
+        results = results_of(stack.redis_url, requests(3, run_command=agents.command()), lose_one)
         assert len(results) == 3
