@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, genera
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from workers.addresses import is_loopback
+from producer.addresses import is_loopback
 from workers.registry import ConfigurationError
 
 logger = logging.getLogger(__name__)

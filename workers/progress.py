@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
-import orjson
 import redis
 
-from producer import broker
 from producer.contract import Phase
 from workers.errors import RolloutError
 from workers.gateway.protocol import Gateway
+from workers.questions import send_answer
 from workers.state import Rollout
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a gateway has to tell, and that an answer waits to be fetched.
-_GATEWAY_LIMIT, _KEPT = 3.0, 60
+#: Seconds that a gateway has to tell.
+_GATEWAY_LIMIT = 3.0
 #: Gateways are asked about so many at one time.
 _AT_ONCE = 16
 
@@ -53,9 +52,9 @@ class ProgressTeller:
     async def _answer(self, token: str, rollout_ids: list[str]) -> None:
         here = [self._running[rollout_id] for rollout_id in rollout_ids if rollout_id in self._running]
         told = await asyncio.gather(*map(self._tell, here))
-        answer = orjson.dumps({rollout.request.rollout_id: one for rollout, one in zip(here, told, strict=True)})
+        answer = {rollout.request.rollout_id: one for rollout, one in zip(here, told, strict=True)}
         try:
-            await self._loop.run_in_executor(self._threads, self._send, broker.answer_key(token), answer)
+            await self._loop.run_in_executor(self._threads, send_answer, self._client, token, answer)
         except redis.RedisError as error:
             logger.info("progress is not told: %s", error, extra={"stage": "progress"})
 
@@ -72,9 +71,3 @@ class ProgressTeller:
             return told
         tokens = {"prompt_tokens": seen.prompt_tokens, "completion_tokens": seen.completion_tokens}
         return told | tokens | {"turns": seen.turns, "in_flight": seen.in_flight}
-
-    def _send(self, key: str, answer: bytes) -> None:
-        pipe = self._client.pipeline(transaction=True)
-        pipe.rpush(key, answer)
-        pipe.expire(key, _KEPT)
-        pipe.execute()

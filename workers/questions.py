@@ -60,11 +60,15 @@ class Questions:
                 self._drain()
 
     def _reply(self, token: str, said: dict[str, Any]) -> None:
-        key = broker.answer_key(token)
-        pipe = self._client.pipeline(transaction=False)
-        pipe.rpush(key, orjson.dumps(said | {"worker": self._worker}))
-        pipe.expire(key, broker.ANSWER_TTL)
-        pipe.execute()
+        send_answer(self._client, token, said | {"worker": self._worker})
+
+
+def send_answer(client: Any, token: str, answer: Mapping[str, Any]) -> None:
+    """Leave an answer to the question with this token, for as long as somebody may fetch it."""
+    pipe = client.pipeline(transaction=True)
+    pipe.rpush(broker.answer_key(token), orjson.dumps(answer))
+    pipe.expire(broker.answer_key(token), broker.ANSWER_TTL)
+    pipe.execute()
 
 
 def drain_this_process() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from producer.addresses import is_loopback
 from producer.cli import RedisUrl, app, bad_usage, problems_end_it, read_settings
 from producer.door.wire import Wire
 
@@ -119,12 +119,4 @@ async def _serve(settings: ProducerSettings, address: str, options: DoorOptions)
 
 
 def _is_local(address: str) -> bool:
-    if address.startswith("ipc://"):
-        return True
-    host = urlsplit(address).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return address.startswith("ipc://") or is_loopback(urlsplit(address).hostname or "")

@@ -12,7 +12,7 @@ import uvicorn
 from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from workers.addresses import is_loopback
+from producer.addresses import is_loopback
 from workers.gateway.server.app import MAX_BODY_BYTES, GatewayApp, create_app
 from workers.gateway.server.guard import GuardedProtocol
 from workers.gateway.server.peers import Peers
