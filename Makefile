@@ -50,7 +50,8 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: $(VENV)/.dev
-	for benchmark in $(filter-out %/bench_soak.py,$(wildcard tests/benchmarks/bench_*.py)); do PYTHONPATH=tests $(BIN)/python $$benchmark || exit 1; done
+	missed=0; for benchmark in $(filter-out %/bench_soak.py,$(wildcard tests/benchmarks/bench_*.py)); do \
+		PYTHONPATH=tests $(BIN)/python $$benchmark || missed=1; done; exit $$missed
 
 chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py --rollouts 1000 --workers 3 $(if $(SEED),--seed $(SEED)) $(ARGS)

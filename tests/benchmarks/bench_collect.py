@@ -17,7 +17,7 @@ from pathlib import Path
 import redis
 from celery import Celery
 from celery.result import AsyncResult, ResultSet
-from harness import report
+from harness import finish, report
 from support import RedisServer
 
 from producer import Producer, RolloutRequest, RolloutResult, StopCondition, broker
@@ -103,16 +103,15 @@ def main(directory: str, count: int) -> None:
     pairs = [theirs[0] / mine[0] for mine, theirs in zip(found["ours"], found["celerys"], strict=True)]
     report(
         "collect",
+        required={"ratio": (">=", 3), "rss_mb": ("<=", 300)},
         results=count,
         ours_per_second=count / statistics.median(seconds for seconds, _ in found["ours"]),
         join_native_per_second=count / statistics.median(seconds for seconds, _ in found["celerys"]),
         ratio=statistics.median(pairs),
         ratio_min=min(pairs),
         ratio_max=max(pairs),
-        required_ratio=3,
         rss_mb=max(rss for _, rss in found["ours"]),
         join_native_rss_mb=max(rss for _, rss in found["celerys"]),
-        allowed_rss_mb=300,
     )
 
 
@@ -127,3 +126,4 @@ if __name__ == "__main__":
 
         with tempfile.TemporaryDirectory() as directory:
             main(directory, COUNT)
+        finish()

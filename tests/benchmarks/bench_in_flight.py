@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import psutil
 import redis
-from harness import null_fleet, null_requests, report
+from harness import finish, null_fleet, null_requests, report
 
 from producer import Producer, broker
 from producer.settings import ProducerSettings
@@ -78,8 +78,10 @@ def main() -> None:
         release = Path(directory) / "release"
         with null_fleet(concurrency=COUNT, ROLLOUTS_BENCH_RELEASE=str(release)) as stack:
             numbers = asyncio.run(measure(stack, release))
-    report("in_flight", **numbers, required_rss_mb=600, required_lag_p99_ms=100)
+    required = {"peak_rss_mb": ("<=", 600), "loop_lag_p99_ms": ("<=", 100), "delivered": ("==", COUNT)}
+    report("in_flight", required, **numbers)
 
 
 if __name__ == "__main__":
     main()
+    finish()

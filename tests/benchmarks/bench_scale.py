@@ -23,7 +23,7 @@ from typing import Any
 import redis
 from bench_redis_memory import claim_all, end_all, used
 from celery import Celery
-from harness import null_requests, report
+from harness import finish, null_requests, report
 from prometheus_client import CollectorRegistry, generate_latest
 from support import RedisServer
 
@@ -142,6 +142,10 @@ def view() -> None:
         dead, heart_of_dead = after_a_death(store, sweep_now, requests[:1000])
         report(
             "scale_view",
+            required={
+                **dict.fromkeys(("sweep_ms.worst", "status_ms.worst", "scrape_ms.worst"), ("<=", 100)),
+                "loop_late_ms": ("<=", 100),
+            },
             queued=QUEUED,
             running=RUNNING,
             sweep_ms=swept,
@@ -213,3 +217,4 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)  # a line for each rollout that is requeued
     view()
     records(parser.parse_args().rollouts)
+    finish()

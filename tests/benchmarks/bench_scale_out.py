@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 import orjson
 import redis
-from harness import null_fleet, null_requests, report
+from harness import finish, null_fleet, null_requests, report
 
 from producer import Producer, broker
 from producer.settings import ProducerSettings
@@ -83,6 +83,7 @@ def main() -> None:
     ratios = [with_two / with_one for with_one, with_two in rates]
     report(
         "scale_out",
+        required={"ratio": (">=", 1.85), "come_and_go.lost": ("==", 0), "come_and_go.duplicates": ("==", 0)},
         slots_per_worker=SLOTS,
         nap_seconds=NAP,
         one_worker_per_second=statistics.median(rate for rate, _ in rates),
@@ -90,7 +91,6 @@ def main() -> None:
         ratio=statistics.median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
-        required_ratio=1.85,
         come_and_go={
             "submitted": COUNT,
             "lost": COUNT - len(delivered),
@@ -101,3 +101,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    finish()

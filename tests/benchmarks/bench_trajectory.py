@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import orjson
-from harness import report
+from harness import finish, report
 
 from producer import RolloutRequest, RolloutResult, StopCondition, broker
 
@@ -71,18 +71,18 @@ def main() -> None:
         decoding.append(time.perf_counter() - began)
     report(
         "trajectory",
+        required={"percent": ("<=", 6), "encode_ms": ("<=", 40)},
         turns=TURNS,
         tokens=TOKENS,
         json_bytes=len(plain),
         stored_bytes=len(data),
         percent=100 * len(data) / len(plain),
-        allowed_percent=6,
         encode_ms=1000 * statistics.median(encoding),
         encode_ms_min=1000 * min(encoding),
-        allowed_encode_ms=40,
         decode_ms=1000 * statistics.median(decoding),
     )
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,35 @@ def default_venv(name: str) -> Path:
     return Path(cache) / "rollout-fleet" / name
 
 
-def report(benchmark: str, **numbers: Any) -> None:
-    """Print one JSON line."""
+#: What has been missed of what was required.
+_missed: list[str] = []
+
+
+def report(benchmark: str, required: Mapping[str, tuple[str, float]] | None = None, **numbers: Any) -> None:
+    """Print one JSON line.
+
+    ``required`` has the bound of a number by its name (with a dot for one in a dictionary), such as ``("<=", 100)``;
+    the line says which are missed, and `finish` then fails.
+    """
+    bounds = required or {}
+    missed = [name for name, bound in bounds.items() if not _holds(_at(numbers, name), *bound)]
+    _missed.extend(f"{benchmark}.{name} is {_at(numbers, name)}" for name in missed)
+    judged = {"required": {name: f"{how} {bound:g}" for name, (how, bound) in bounds.items()}, "missed": missed}
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in numbers.items()}
-    print(json.dumps({"benchmark": benchmark, **rounded, **machine}), flush=True)
+    print(json.dumps({"benchmark": benchmark, **rounded, **(judged if bounds else {}), **machine}), flush=True)
+
+
+def finish() -> None:
+    """End the benchmark, with status 1 when one of its reports missed what was required."""
+    if _missed:
+        sys.exit("missed what was required: " + "; ".join(_missed))
+
+
+def _at(numbers: Mapping[str, Any], name: str) -> Any:
+    head, _, rest = name.partition(".")
+    return _at(numbers[head], rest) if rest else numbers[head]
+
+
+def _holds(value: float, how: str, bound: float) -> bool:
+    return {"<=": operator.le, ">=": operator.ge, "==": operator.eq}[how](value, bound)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,14 @@ def counted_tunnels(settings: WorkerSettings) -> CountedTunnels:
     return CountedTunnels(settings.sandbox_dir.parent)
 
 
+INTERVAL = 0.5
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[LocalStack]:
     settings = {
         "ROLLOUTS_TUNNEL_PROVIDER": "test_tunnel_health:counted_tunnels",
-        "ROLLOUTS_TUNNEL_CHECK_INTERVAL": "0.5",
+        "ROLLOUTS_TUNNEL_CHECK_INTERVAL": str(INTERVAL),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }
     with LocalStack(StackOptions(workers=2, settings=settings, log_dir=tmp_path)) as stack:
@@ -80,10 +82,10 @@ def least(stack: LocalStack) -> int:
 
 
 def test_beat_has_every_worker_process_check_its_tunnels_and_workers_do_without_beat(started: LocalStack) -> None:
-    wait_until(lambda: least(started) >= 4, what="checks in both workers")
+    wait_until(lambda: least(started) >= 6, what="checks in both workers")
     for times in checks(started):
-        gaps = sorted(later - earlier for earlier, later in pairwise(times))
-        assert gaps[0] > 0.25, "beat's own and the worker's do not come on top of each other"
+        # One may come late and the next in time, but twice as many would be beat's own and the worker's besides.
+        assert len(times) - 1 <= (times[-1] - times[0]) / INTERVAL + 1.5
 
     beat = next(child for child in started._children if child.name == "beat")
     beat.process.kill()

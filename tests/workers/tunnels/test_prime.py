@@ -196,7 +196,7 @@ def test_a_start_whose_answer_is_lost_is_tried_again_and_leaks_nothing(
         async with pool.lease(GATEWAY) as lease:
             assert lease.generation == 1
 
-    scenario(backend(), story, quick(start_timeout=1.5))
+    scenario(backend(), story, quick(start_timeout=4))
     assert emulator.requests()["create_tunnel"] == 2
     assert emulator.leaked() == NOTHING
 
@@ -257,7 +257,7 @@ def test_a_frpc_that_exits_at_once_leaves_its_last_words(emulator: Any, scenario
 
 def test_a_frpc_that_never_connects_is_given_up_with_what_it_printed(emulator: Any, scenario: Any, quick: Any) -> None:
     wrap_frpc(emulator, "echo dialling; exec sleep 600")
-    error = failing(emulator, scenario, quick(start_attempts=1, start_timeout=1.0))
+    error = failing(emulator, scenario, quick(start_attempts=1, start_timeout=3))
     assert "dialling" in (error.detail or "")
 
 
