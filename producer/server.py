@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Refusals that no retry mends; redis-py files some of them under ConnectionError.
 REFUSED = (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)
+#: Refusals of what writes that pass: Redis is full, or fails over. A script that meets one is named in it as well.
+PASSING = (rx.OutOfMemoryError, rx.ReadOnlyError, rx.MasterDownError)
 #: Commands that tell the policy. A managed server forbids the second one, an ACL perhaps the first. In this order a
 #: server that answers the first one has no refusal to note.
 POLICY_COMMANDS = (("INFO", "memory"), ("CONFIG GET", "maxmemory-policy"))
@@ -46,6 +48,13 @@ def redact(url: str) -> str:
 def is_refusal(error: Exception) -> bool:
     """Whether Redis refuses this user, and will go on doing so; a script's own refusal is no class of redis-py's."""
     return isinstance(error, REFUSED) or (isinstance(error, rx.ResponseError) and "permissions" in str(error))
+
+
+def is_about_the_data(error: Exception) -> bool:
+    """Whether Redis fails because of what stands in the keys that it was asked about: it will go on doing so."""
+    if not isinstance(error, rx.ResponseError) or isinstance(error, PASSING) or is_refusal(error):
+        return False
+    return "WRONGTYPE" in str(error) or "user_script" in str(error)
 
 
 def what_redis_does(error: Exception) -> str:

@@ -23,7 +23,7 @@ from producer.contract import (
     StopCondition,
 )
 from producer.policy import cancelled_error
-from producer.server import what_redis_does
+from producer.server import is_about_the_data, what_redis_does
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
@@ -41,7 +41,8 @@ class Claims:
     """Takes and gives up claims, and ends the records of what is held; ``keeper`` keeps their leases.
 
     ``impatient`` is the same store, but waits no longer than `CLAIM_PATIENCE` for Redis. Celery's result backend sees
-    this as its `Records`. ``on_release`` is told of each claim just before it is held no more, on whichever thread.
+    this as its `Records`. ``on_release`` is told of each claim just before it is held no more, and ``on_unsure`` when
+    `unsure` changes; both on whichever thread.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Claims:
         *,
         impatient: JobStore,
         on_release: Callable[[Claim], object] = lambda claim: None,
+        on_unsure: Callable[[], object] = lambda: None,
     ) -> None:
         self._app = app
         self._store = store
@@ -61,7 +63,8 @@ class Claims:
         self._worker = worker
         self._held: dict[str, tuple[Job, Claim]] = {}
         self._on_release = on_release
-        self._unsure: set[str] = set()  # rollouts whose claim got no answer
+        self._on_unsure = on_unsure
+        self._unsure: dict[str, object] = {}  # rollouts whose claim got no answer: the requests that messages carried
         self._claiming: set[str] = set()  # rollouts that are being claimed, until they are held or not
 
     def __len__(self) -> int:
@@ -70,6 +73,14 @@ class Claims:
     def held(self) -> list[str]:
         """Return the ids of the rollouts that are held."""
         return list(self._held)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether a claim got no answer, and it is not settled yet what became of its rollout.
+
+        Meanwhile no message should be taken: each that carries its request would be kept by this process alone.
+        """
+        return bool(self._unsure)
 
     def of(self, job: Job) -> Claim | None:
         """Return what was claimed for ``job``, or None."""
@@ -100,11 +111,13 @@ class Claims:
         try:
             claim = self._claim_or_refuse(job.id, carried)
         except redis.RedisError as error:
-            # Redis is away. The sweep sends the wake-up call again, or, if only the answer to the claim was lost, the
-            # rollout is given back when Redis answers.
+            # Redis is away, or full. The sweep sends the wake-up call again. If only the answer to the claim was lost,
+            # or the message carried its request, so that nobody else knows of it, `settle_unsure` does.
             said = what_redis_does(error)
             logger.warning("%s: not claimed, %s: %s", job.id, said, error, extra=self._about(job.id))
-            self._unsure.add(job.id)
+            self._unsure[job.id] = carried
+            self._on_unsure()
+            self._keeper.hurry()
             return False
         if claim == "invalid":
             return True
@@ -130,28 +143,59 @@ class Claims:
     # -- giving up ----------------------------------------------------------------------------------------------------
 
     def settle_unsure(self) -> None:
-        """Give back what was claimed for this worker without its learning so; it spends no attempt."""
-        for rollout_id in list(self._unsure):
-            self._unsure.discard(rollout_id)  # first: another claim that gets no answer meanwhile adds it again
-            try:
-                self._settle(rollout_id)
-            except InvalidRequestError as error:
-                logger.warning(
-                    "%s: not given back, its lease lapses: %s", rollout_id, error, extra=self._about(rollout_id)
-                )
-            except redis.RedisError:
-                self._unsure.add(rollout_id)
-                raise
+        """Give back what was claimed for this worker without its learning so; it spends no attempt.
 
-    def _settle(self, rollout_id: str) -> None:
+        What was not claimed, and only its message carried, gets its record. Raises `redis.RedisError` while Redis is
+        away or full; then it is settled another time.
+        """
+        if not self._unsure:
+            return
+        try:
+            for rollout_id in list(self._unsure):
+                # First: another claim that gets no answer meanwhile adds it again.
+                carried = self._unsure.pop(rollout_id, None)
+                try:
+                    self._settle(rollout_id, carried)
+                except redis.RedisError as error:
+                    if not is_about_the_data(error):
+                        self._unsure.setdefault(rollout_id, carried)
+                        raise
+                    logger.warning("%s: cannot be settled: %s", rollout_id, error, extra=self._about(rollout_id))
+        finally:
+            self._on_unsure()
+
+    def _settle(self, rollout_id: str, carried: object) -> None:
         claimed = self._store.claimed_by(rollout_id)
         if rollout_id in self._claiming:  # before the next line: a claim is held first, and then not being made
-            self._unsure.add(rollout_id)
-        elif claimed and claimed[1] == self._worker and rollout_id not in self._held:
+            self._unsure.setdefault(rollout_id, carried)
+        elif claimed:
+            if claimed[1] == self._worker and rollout_id not in self._held:
+                self._give_back(rollout_id, claimed[0])
+        elif carried is not None and not self._store.exists(rollout_id):
+            self._bring(rollout_id, carried)
+
+    def _give_back(self, rollout_id: str, attempt: int) -> None:
+        """Let another worker run what ``attempt`` has claimed: a claim that came since is another one."""
+        try:
             request = RolloutRequest.parse(self._store.request_of(rollout_id))
-            how = HandBack.over("the answer to the claim was lost")
-            # With the attempt that was found above: a claim that came since is another one.
-            self._store.release(request, claimed[0], self._worker, how)
+        except InvalidRequestError as error:
+            logger.warning("%s: not given back, its lease lapses: %s", rollout_id, error, extra=self._about(rollout_id))
+        else:
+            self._store.release(request, attempt, self._worker, HandBack.over("the answer to the claim was lost"))
+
+    def _bring(self, rollout_id: str, carried: object) -> None:
+        """Give a rollout that Redis knows nothing of its record: by a claim, and by giving that back.
+
+        Should this worker die between the two, the lease lapses, as any other.
+        """
+        try:
+            offered = _offered(rollout_id, carried)
+            claim = self._store.claim(rollout_id, self._worker, offered)
+        except InvalidRequestError as error:
+            self._app.backend.store_result(rollout_id, invalid(rollout_id, str(error)), states.SUCCESS)
+            return
+        if isinstance(claim, Claim):
+            self._give_back(rollout_id, claim.attempt)
 
     def hand_back(self, job: Job) -> None:
         """Give up the claim of a job that will not run: end what was cancelled, let another worker run the rest.

@@ -38,6 +38,7 @@ from workers.episode import run_attempt
 from workers.errors import RolloutError
 from workers.gateway.protocol import Gateway
 from workers.history import HandBack
+from workers.intake import Intake
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.leases import LeaseKeeper
 from workers.ledger import Ledger
@@ -78,7 +79,6 @@ class Fleet:
         self.app = app
         self._secrets = Secrets(settings.secret_env, environ)
         self._running: dict[str, Rollout] = {}
-        self._breaker_cap: int | None = None
         self._started_at = time.time()
         self._serving = False
 
@@ -109,6 +109,8 @@ class Fleet:
             # A connection of its own: renewals must not queue behind anything else.
             self.keeper = self._keeper(stack.enter_context(connected(self.settings, self.app)))
             self.store.on_delay = self.keeper.wake_in
+            # Nothing while the loop hangs, it would lapse like the rest; nor while Redis takes no claim.
+            self.intake = Intake(pool.cap, lambda: self.keeper.hung, lambda: self.claims.unsure)
             impatient = connected(self.settings, self.app, patience=claims.CLAIM_PATIENCE, once=True)
             self.claims = self.app.rollout_records = claims.Claims(
                 self.app,
@@ -117,12 +119,13 @@ class Fleet:
                 self.worker,
                 impatient=stack.enter_context(impatient),
                 on_release=lambda claim: self.breaker.released(claim.at),
+                on_unsure=self.intake.look,
             )
             self.breaker = Breaker(
                 failures=self.settings.breaker_failures,
                 pause=self.settings.breaker_pause,
                 longest=self.settings.breaker_longest_pause,
-                limit=self._cap_by_breaker,
+                limit=self.intake.allow,
                 running=lambda: len(self.claims),
             )
             scraped = stack.enter_context(
@@ -164,14 +167,6 @@ class Fleet:
         settings = self.settings
         access.require(self.store.client, settings.redis_url, allow_eviction=settings.allow_eviction)
 
-    def _cap_by_breaker(self, jobs: int | None) -> None:
-        self._breaker_cap = jobs
-        self._cap()
-
-    def _cap(self) -> None:
-        """Have Celery take what the breaker allows, and nothing while the loop hangs: it would lapse like the rest."""
-        self.pool.cap(0 if self.keeper.hung else self._breaker_cap)
-
     def _progress_teller(self) -> ProgressTeller:
         def gateway_of(rollout: Rollout) -> Gateway:
             return self.systems.of(rollout.request)[1].gateway
@@ -186,7 +181,7 @@ class Fleet:
             hang_limit=self.settings.loop_hang_limit,
             loop=self.loop_watch,
             on_lost=self._end_early,
-            on_hang=lambda _: self._cap(),
+            on_hang=lambda _: self.intake.look(),
             report=self._report,
             # Not on the keeper's own thread: a sweep of thousands must not hold up renewals.
             duties=lambda: self._threads.submit(self.sweep),
@@ -205,9 +200,10 @@ class Fleet:
 
     async def _stop_keeper(self) -> None:
         """Stop renewing and reporting; bounded, for the threads may all wait for a Redis that does not answer."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, redis.RedisError):
             async with asyncio.timeout(_KEEPER_LIMIT):
-                await asyncio.get_running_loop().run_in_executor(self._threads, self.keeper.stop)
+                for last in (self.keeper.stop, self.claims.settle_unsure):
+                    await asyncio.get_running_loop().run_in_executor(self._threads, last)
 
     # -- running one rollout ------------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class LeaseKeeper(threading.Thread):
         self._wakes: list[float] = []  # a heap of moments
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._hurried = threading.Event()
         self._last_contact = time.monotonic()
         self._trusted_from = 0.0
         self._seen_cancel: str | None = None
@@ -100,6 +101,10 @@ class LeaseKeeper(threading.Thread):
         """Wake delayed rollouts in so many seconds: the next sweep, which does so as well, may be far away."""
         with self._lock:
             heappush(self._wakes, time.monotonic() + seconds)
+
+    def hurry(self) -> None:
+        """Do the next round, and with it the duties, within half a second."""
+        self._hurried.set()
 
     def held(self) -> list[tuple[str, int]]:
         """Return the held (rollout id, attempt) pairs."""
@@ -128,7 +133,8 @@ class LeaseKeeper(threading.Thread):
         while not self._stopping.is_set():
             try:
                 now = time.monotonic()
-                if now >= due:
+                if now >= due or self._hurried.is_set():
+                    self._hurried.clear()
                     self._renew()
                     self._note_contact()
                     self._duties()

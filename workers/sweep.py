@@ -25,6 +25,7 @@ from producer.contract import (
     StopCondition,
 )
 from producer.policy import cancelled_error
+from producer.server import is_about_the_data
 from workers.history import HandBack
 from workers.jobs import JobStore, Lapsed, Requeue
 from workers.places import Places
@@ -54,7 +55,7 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
                 counts[_requeue_or_end(store, app, lapsed)] += 1
             except (ValueError, TypeError, redis.ResponseError) as error:
                 logger.exception("sweep: %s cannot be dealt with", lapsed.rollout_id)
-                if "user_script" in str(error) or not isinstance(error, redis.RedisError):
+                if is_about_the_data(error) or not isinstance(error, redis.RedisError):
                     _end_unreadable(store, app, lapsed)
     steps: dict[str, Callable[[], int]] = {
         "stale": store.end_stale,

@@ -4,6 +4,11 @@ A message of ours is only a wake-up call, and the job record tells whether anybo
 kept for redelivery, and keeping it does harm: a worker that holds an unacknowledged message when Redis goes away exits
 with an AttributeError (kombu restores it over the connection that was just lost), messages come back after an arbitrary
 time-out, and each costs four more commands. A wake-up call that is lost with its worker is sent again by the sweep.
+
+A message that carries its own request is known to its worker alone from when Redis hands it out until its claim has
+made its record. Kept for redelivery, it would be lost there as well: the claim is the first thing that Redis is asked
+then, and kombu's own note of it would come no earlier. `workers.claims.Claims.settle_unsure` looks after a claim that
+got no answer.
 """
 
 from __future__ import annotations

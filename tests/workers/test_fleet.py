@@ -24,6 +24,7 @@ from workers import claims
 from workers.app import create_app
 from workers.history import HandBack
 from workers.jobs import Claim, Requeue
+from workers.leases import LeaseKeeper
 from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
 from workers.settings import WorkerSettings
 
@@ -280,6 +281,12 @@ def test_a_redis_that_hangs_does_not_hold_celerys_thread(
     wait_until(lambda: told == [Ignore])
 
 
+@pytest.fixture
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the test alone settle what is unsure; the lease keeper would do so within half a second."""
+    monkeypatch.setattr(LeaseKeeper, "hurry", lambda self: None)
+
+
 def unsure(worker: Worker, rollout_id: str = "r1") -> None:
     """Have the claim of a rollout succeed, and its answer be lost."""
     claim = worker.fleet.claims._impatient.claim
@@ -297,22 +304,24 @@ def unsure(worker: Worker, rollout_id: str = "r1") -> None:
     assert states == ["running"]
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_claim_whose_answer_was_lost_is_given_back_and_spends_no_attempt(start: Start, redis_url: str) -> None:
     worker = start(redis_url, lease_ttl=3600.0)  # the lease keeper's own sweeps are far apart
     unsure(worker)
     worker.fleet.claims.settle_unsure()
     record = worker.record()
     assert (record["state"], record["attempt"], record["spent"]) == ("pending", "1", "0")
-    assert worker.fleet.claims._unsure == set()
+    assert not worker.fleet.claims.unsure
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_claim_that_is_being_made_is_not_taken_for_the_lost_one(
     start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is settled in the moment between the second claim's answer and its being held."""
     worker = start(redis_url, lease_ttl=3600.0)
     held = worker.fleet.claims
-    held._unsure.add("r1")  # the first claim never reached Redis
+    held._unsure["r1"] = None  # the first claim never reached Redis
     claim = held._impatient.claim
 
     def settled_meanwhile(*args: object) -> object:
@@ -324,9 +333,10 @@ def test_a_claim_that_is_being_made_is_not_taken_for_the_lost_one(
     worker.wake()
     assert (worker.record()["state"], worker.holds()) == ("running", (["r1"], ["r1"]))
     held.settle_unsure()
-    assert (worker.record()["state"], held._unsure) == ("running", set())
+    assert (worker.record()["state"], held.unsure) == ("running", False)
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the_sweep(
     start: Start, redis_url: str
 ) -> None:
@@ -338,11 +348,12 @@ def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the
     worker.client.zadd(broker.DELAYED, {"r3": 1})
     worker.client.delete(broker.SWEPT)
     worker.fleet.sweep()
-    assert worker.fleet.claims._unsure == set()
+    assert not worker.fleet.claims.unsure
     assert [worker.record(rollout_id)["state"] for rollout_id in ("r1", "r2", "r3")] == ["running"] * 2 + ["pending"]
     assert worker.client.zcard(broker.DELAYED) == 0, "the sweep was made"
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_lost_claim_is_kept_in_mind_while_redis_is_away(start: Start, redis_url: str) -> None:
     worker = start(redis_url, lease_ttl=3600.0)
     unsure(worker)
@@ -356,6 +367,88 @@ def test_a_lost_claim_is_kept_in_mind_while_redis_is_away(start: Start, redis_ur
             worker.fleet.claims.settle_unsure()
     worker.fleet.claims.settle_unsure()
     assert worker.record()["state"] == "pending"
+
+
+def test_a_message_that_carries_its_request_outlasts_a_redis_that_was_away_at_its_claim(
+    start: Start, own_redis: RedisServer
+) -> None:
+    """No record tells the sweep of it, and the message is gone: whoever waits for its result would wait for ever."""
+    worker = start(own_redis.url, lease_ttl=1.0)
+    own_redis.stop(signal.SIGKILL)
+    _, told = worker.wake()
+    wait_until(lambda: told == [Ignore])
+    assert worker.pool.num_processes == 0, "it takes no more, which this process alone would know of"
+    own_redis.start()
+    wait_until(lambda: worker.record().get("state") == "pending", timeout=15, what="its record")
+    assert worker.client.llen(broker.queue_key(0)) == 1, "and its wake-up call"
+    record = worker.record()
+    assert (record["spent"], record["carried"], json.loads(record["request"])["model"]) == ("0", "1", "m")
+    wait_until(lambda: worker.pool.num_processes == 1, what="the worker to take messages again")
+    worker.apply(broker.RUN_ROLLOUT, "r1")
+    worker.free.set()
+    wait_until(lambda: worker.record()["state"] == "done")
+    assert "'none' is not known" in str(worker.result().error)
+
+
+def test_a_message_that_carries_its_request_outlasts_a_redis_that_is_full_at_its_claim(
+    start: Start, own_redis: RedisServer
+) -> None:
+    """The worker would take, and keep for itself, one after the other."""
+    worker = start(own_redis.url)
+    worker.client.config_set("maxmemory", 1)
+    _, told = worker.wake()
+    wait_until(lambda: told == [Ignore])
+    assert (worker.pool.num_processes, worker.record()) == (0, {})
+    worker.client.config_set("maxmemory", 0)
+    wait_until(lambda: worker.record().get("state") == "pending", timeout=15, what="its record")
+
+
+def test_an_invalid_message_whose_claim_redis_missed_gets_its_result(start: Start, own_redis: RedisServer) -> None:
+    worker = start(own_redis.url, lease_ttl=1.0)
+    own_redis.stop(signal.SIGKILL)
+    worker.wake(modle="x")
+    own_redis.start()
+    wait_until(lambda: worker.client.exists(broker.result_key("r1")), timeout=15, what="its result")
+    assert "modle: no such field" in str(worker.result().error)
+    assert worker.record() == {}
+
+
+@pytest.mark.usefixtures("no_hurry")
+def test_what_a_message_carried_gets_its_record_when_the_worker_ends_meanwhile(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+
+    def away(*_: object) -> None:
+        raise redis.TimeoutError("no answer")
+
+    monkeypatch.setattr(worker.fleet.claims._impatient, "claim", away)
+    worker.wake()
+    assert (worker.fleet.claims.unsure, worker.record()) == (True, {})
+    worker.stop()
+    assert worker.record()["state"] == "pending"
+
+
+@pytest.mark.usefixtures("no_hurry")
+def test_a_carried_request_whose_record_was_made_meanwhile_is_left_to_that(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+    worker.fleet.claims._unsure["r1"] = {"model": "late"}
+    worker.client.hset(broker.job_key("r1"), mapping={"state": "pending", "attempt": 0, "spent": 0})
+    worker.fleet.claims.settle_unsure()
+    assert worker.record() == {"state": "pending", "attempt": "0", "spent": "0"}
+    assert not worker.fleet.claims.unsure
+
+
+@pytest.mark.usefixtures("no_hurry")
+def test_a_claim_of_what_is_no_record_does_not_keep_the_worker_from_taking_others(start: Start, redis_url: str) -> None:
+    worker = start(redis_url, lease_ttl=3600.0)
+    worker.client.set(broker.job_key("r1"), "no record")
+    _, told = worker.wake()
+    wait_until(lambda: told == [Ignore])
+    worker.fleet.claims.settle_unsure()
+    assert (worker.fleet.claims.unsure, worker.pool.num_processes) == (False, 1)
 
 
 def test_a_refusal_is_not_told_as_silence(
