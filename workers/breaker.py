@@ -6,6 +6,9 @@
 
 Without it a worker whose gateway is down would claim and fail one rollout after another, the faster the worse it is,
 until the queue's attempts are spent. What runs goes on meanwhile.
+
+Only what uses the failing system itself can be the probe: not an episode that its environment runs alone, and not what
+runs with a gateway that its request chose, where the gateway or the tunnel to it is what fails. Such run beside it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ def is_infrastructure(error: ErrorInfo) -> bool:
     return passes and error.phase is not None and MET_IN.get(error.kind) is error.phase
 
 
+def is_ours(rollout: Rollout, error: ErrorInfo) -> bool:
+    """Whether it is one of its worker's own systems that failed an attempt so."""
+    return is_infrastructure(error) and error.kind in rollout.meets
+
+
 class Breaker:
     """Counts failures of one worker's systems, and limits how many rollouts it takes; lives on its event loop.
 
@@ -79,24 +87,35 @@ class Breaker:
         self._until = 0.0
         self._cap: int | None = None
         self._probed = 0.0  # when the probe began, in `time.monotonic` seconds
+        self._beside: set[float] = set()  # when those were claimed that run beside the probe
         self._lock = threading.Lock()  # of the state and the limit: `released` comes from other threads
 
-    def watch(self, rollout: Rollout) -> None:
-        """Learn from how far an attempt comes, while it runs: its agent may take hours."""
-        rollout.on_phase = self._entered  # bound to nothing of the rollout: a cycle would keep its turns in memory
+    def watch(self, rollout: Rollout, claimed_at: float) -> None:
+        """Learn from how far an attempt comes, while it runs: its agent may take hours.
 
-    def record(self, error: ErrorInfo) -> None:
+        ``claimed_at`` is when it was claimed (`time.monotonic`). One that cannot be the probe makes place for another.
+        """
+        rollout.on_phase = self._entered  # bound to nothing of the rollout: a cycle would keep its turns in memory
+        with self._lock:
+            if self.state is State.PROBING and self.kind not in rollout.meets and claimed_at >= self._probed:
+                self._beside.add(claimed_at)
+                self._set_limit((self._cap or 0) + 1)
+
+    def record(self, rollout: Rollout, error: ErrorInfo) -> None:
         """Learn from the error with which an attempt has ended."""
-        if is_infrastructure(error):
+        if is_ours(rollout, error):
             self._failed(error)
 
     def released(self, claimed_at: float) -> None:
         """Learn that a rollout is about to be held no more that was claimed at this time (`time.monotonic`).
 
-        From any thread. Its place is not for another: one probe is let in, however many of the old ones end meanwhile.
+        From any thread. The place of what is not the probe is not for another: one probe is let in, however many of the
+        old ones, and of those beside it, end meanwhile.
         """
         with self._lock:
-            if self.state is State.PROBING and claimed_at < self._probed and self._cap is not None:
+            beside = claimed_at in self._beside
+            self._beside.discard(claimed_at)
+            if self.state is State.PROBING and self._cap is not None and (beside or claimed_at < self._probed):
                 self._set_limit(max(1, self._cap - 1))
 
     def _set_limit(self, cap: int | None) -> None:
@@ -104,7 +123,8 @@ class Breaker:
         self._limit(cap)
 
     def _entered(self, rollout: Rollout, phase: Phase) -> None:
-        if kind := PROVEN_BY.get(phase):
+        kind = PROVEN_BY.get(phase)
+        if kind and kind in rollout.meets:
             self._worked(kind, rollout)
 
     def report(self) -> dict[str, Any]:
@@ -164,4 +184,5 @@ class Breaker:
         logger.warning("%s: trying one rollout", self.kind, extra={"stage": "breaker"})
         with self._lock:
             self.state, self._probed = State.PROBING, time.monotonic()
+            self._beside.clear()  # those of the last probe are old ones now
             self._set_limit(self._running() + 1)

@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from producer.contract import (
     ErrorInfo,
-    ErrorKind,
     InvalidRequestError,
     Phase,
     RolloutRequest,
@@ -31,7 +30,7 @@ from producer.policy import cancelled_error
 from producer.server import redact, what_redis_does
 from workers import access, claims, fleet_report, instruments, metrics
 from workers.admin import AdminServer, Health
-from workers.breaker import Breaker, State, is_infrastructure
+from workers.breaker import Breaker, State, is_infrastructure, is_ours
 from workers.claims import about, invalid, refused
 from workers.environment import Environment, EpisodeEnvironment
 from workers.episode import run_attempt
@@ -235,8 +234,9 @@ class Fleet:
         except RolloutError as error:
             return RolloutResult.for_request(request, StopCondition.HAS_ERROR, error=error.info(), **here)
 
-        rollout = Rollout(request, gateway_url, secrets=secrets, **here)
-        self.breaker.watch(rollout)
+        met = self.systems.met_at(gateway_url)
+        rollout = Rollout(request, gateway_url, secrets=secrets, meets=met, **here)
+        self.breaker.watch(rollout, claim.at)
         self._running[claim.rollout_id] = rollout
         try:
             with about_attempt(rollout), self.spans.attempt(rollout, claim):
@@ -245,9 +245,9 @@ class Fleet:
             # A shutdown that comes while a finished attempt is cleaned up has ended nothing: its result counts.
             if not (rollout.is_over and job.cancel_reason is CancelReason.SHUTDOWN):
                 return await self._result(claim, rollout, await self._cancelled(job, claim, rollout))
-        if rollout.error and self._is_ours(rollout, rollout.error):
-            self.breaker.record(rollout.error)
-        if rollout.error and (rollout.error.retryable or self._is_ours(rollout, rollout.error)):
+        if rollout.error:
+            self.breaker.record(rollout, rollout.error)
+        if rollout.error and (rollout.error.retryable or is_ours(rollout, rollout.error)):
             await self._retry(claim, rollout, rollout.error)
         return await self._result(claim, rollout, rollout.stop_condition())
 
@@ -293,8 +293,7 @@ class Fleet:
         everything that begins meanwhile.
         """
         counts = (
-            not self._is_ours(rollout, error)
-            or await self._excused(claim, error) >= self.settings.infrastructure_retries
+            not is_ours(rollout, error) or await self._excused(claim, error) >= self.settings.infrastructure_retries
         )
         if counts and (claim.last or not error.retryable):
             return
@@ -309,12 +308,6 @@ class Fleet:
                 extra=about(claim.rollout_id, claim.attempt, self.worker, "retry"),
             )
             raise Ignore
-
-    def _is_ours(self, rollout: Rollout, error: ErrorInfo) -> bool:
-        """Whether this worker's infrastructure failed, and not a gateway that the request chose."""
-        chosen = rollout.request.gateway_url not in {None, self.settings.gateway_url}
-        of_gateway = error.kind in {ErrorKind.GATEWAY, ErrorKind.TUNNEL}
-        return is_infrastructure(error) and not (chosen and of_gateway)
 
     async def _excused(self, claim: Claim, error: ErrorInfo) -> int:
         """Return how many failures of this kind, in earlier attempts, the rollout was not charged for."""

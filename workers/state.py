@@ -11,6 +11,7 @@ from typing import Any
 
 from producer.contract import (
     ErrorInfo,
+    ErrorKind,
     FailedAttempt,
     Message,
     Phase,
@@ -23,6 +24,8 @@ from producer.contract import (
 from workers import redaction
 from workers.sandboxes.base import Sandbox
 
+#: The systems that a worker uses for its rollouts, by the kind of their errors.
+SYSTEMS = frozenset({ErrorKind.GATEWAY, ErrorKind.TUNNEL, ErrorKind.SANDBOX})
 #: What a result takes over as it is.
 _COPIED = (
     *("gateway_url", "rollout_base_url", "tunnel_url", "tunnel_local_addr", "tunnel_id", "sandbox_id"),
@@ -116,6 +119,8 @@ class Rollout:
     started_at: float = field(default_factory=time.time)
     on_phase: Callable[[Rollout, Phase], None] | None = field(default=None, repr=False)
     on_phase_end: Callable[[Phase, float], None] | None = field(default=None, repr=False)
+    #: The systems of its worker that it uses: what it meets of a gateway that its request chose says nothing of them.
+    meets: frozenset[ErrorKind] = SYSTEMS
     #: When it began, in `time.monotonic` seconds.
     began: float = field(default_factory=time.monotonic)
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from contextvars import Context
 from dataclasses import replace
 
-from producer.contract import RolloutRequest
+from producer.contract import ErrorKind, RolloutRequest
 from workers.errors import InvalidRolloutError
 from workers.foreign import AllowedGateways, ForeignGateways
 from workers.gateway.client import HttpGateway
@@ -20,6 +20,7 @@ from workers.ledger import fleet_label
 from workers.registry import sandbox_provider, tunnel_provider
 from workers.rollout import Systems
 from workers.settings import WorkerSettings
+from workers.state import SYSTEMS
 from workers.upkeep import Upkeep
 from workers.watchdog import Limits
 
@@ -94,6 +95,16 @@ class WorkerSystems:
     def none(self) -> tuple[str, Systems]:
         """Return what `of` does, for an attempt that uses no gateway, no tunnel and no sandbox."""
         return "", self._ours
+
+    def met_at(self, gateway_url: str) -> frozenset[ErrorKind]:
+        """Return which of this worker's own systems an attempt meets that runs with this gateway, as `of` returned it.
+
+        Of a gateway that only its request chose, and of the tunnel to that, this worker's others learn nothing.
+        """
+        usual = self._settings.gateway_url if self._settings.use_gateway else (self._intercepting or ("",))[0]
+        if not gateway_url:
+            return frozenset()
+        return SYSTEMS if gateway_url == usual else frozenset({ErrorKind.SANDBOX})
 
     def gateway_of(self, gateway_url: str | None, use_gateway: bool | None) -> tuple[str, Gateway] | None:
         """Return where a request with these fields was registered; None when that was its worker's own process.

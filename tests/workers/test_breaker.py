@@ -22,7 +22,7 @@ from producer.settings import ProducerSettings
 from workers.breaker import Breaker, State, is_infrastructure
 from workers.local import LocalStack, StackOptions
 from workers.metrics import BreakerCollector
-from workers.state import Rollout
+from workers.state import SYSTEMS, Rollout
 
 
 class World:
@@ -35,16 +35,23 @@ class World:
             failures=3, pause=pause, longest=3 * pause, limit=self.limits.append, running=lambda: self.held
         )
 
-    def attempt(self, error: ErrorInfo | None = None, *, past: Phase = Phase.SCORE, began: float | None = None) -> None:
-        rollout = Rollout(RolloutRequest(model="m"), "http://g", error=error)
+    def attempt(
+        self,
+        error: ErrorInfo | None = None,
+        *,
+        past: Phase = Phase.SCORE,
+        began: float | None = None,
+        meets: frozenset[ErrorKind] = SYSTEMS,
+    ) -> None:
+        rollout = Rollout(RolloutRequest(model="m"), "http://g", error=error, meets=meets)
         rollout.began = rollout.began if began is None else began
-        self.breaker.watch(rollout)
+        self.breaker.watch(rollout, time.monotonic())
         for phase in Phase:
             rollout.enter(phase)
             if phase is (error.phase if error else past):
                 break
         if error:
-            self.breaker.record(error)
+            self.breaker.record(rollout, error)
 
     async def until(self, state: State) -> None:
         async with asyncio.timeout(5):
@@ -127,6 +134,75 @@ def test_a_probe_is_one_rollout_however_many_old_ones_end_meanwhile() -> None:
         world.attempt()
         world.breaker.released(old)
         assert world.limits[-1] is None
+
+    story(work)
+
+
+#: What meets them: an episode that its environment runs alone, and what runs with a gateway that its request chose.
+NOTHING: frozenset[ErrorKind] = frozenset()
+SANDBOXES = frozenset({ErrorKind.SANDBOX})
+
+
+@pytest.mark.parametrize("meets", [NOTHING, SANDBOXES], ids=["an episode", "another gateway"])
+def test_a_probe_that_does_not_meet_what_fails_makes_place_for_one_that_does(meets: frozenset[ErrorKind]) -> None:
+    """It may run for hours and proves nothing: it must not be the one rollout that is let in."""
+
+    async def work(world: World) -> None:
+        for _ in range(3):
+            world.attempt(failure())
+        await world.until(State.PROBING)
+        beside = Rollout(RolloutRequest(model="m"), "http://other", meets=meets)
+        claimed_at = time.monotonic()
+        world.breaker.watch(beside, claimed_at)
+        assert world.limits[-1] == 9, "one more may come"
+        for phase in Phase:
+            beside.enter(phase)
+        assert world.breaker.state is State.PROBING, "it has not met the gateway"
+        world.breaker.released(claimed_at)
+        assert world.limits[-1] == 8, "its place is not for a second probe"
+        world.attempt()
+        assert (world.breaker.state, world.limits[-1]) == (State.CLOSED, None)
+
+    story(work)
+
+
+def test_what_ran_beside_the_last_probe_is_counted_with_the_old_ones_at_the_next() -> None:
+    async def work(world: World) -> None:
+        for _ in range(3):
+            world.attempt(failure())
+        await world.until(State.PROBING)
+        claimed_at = time.monotonic()
+        world.breaker.watch(Rollout(RolloutRequest(model="m"), "", meets=NOTHING), claimed_at)
+        world.attempt(failure())
+        world.held += 1
+        await world.until(State.PROBING)
+        assert world.limits[-1] == 9, "one more than it holds"
+        world.breaker.released(claimed_at)
+        assert world.limits[-1] == 8
+
+    story(work)
+
+
+def test_another_gateway_neither_fails_nor_clears_the_workers_own() -> None:
+    async def work(world: World) -> None:
+        for _ in range(4):
+            world.attempt(failure(), meets=SANDBOXES)
+        assert world.breaker.report()["systems"]["gateway"]["failures"] == 0
+        for _ in range(3):
+            world.attempt(failure())
+            world.attempt(meets=SANDBOXES)  # it works, which says nothing of ours
+        assert (world.breaker.state, world.breaker.kind) == (State.OPEN, ErrorKind.GATEWAY)
+
+    story(work)
+
+
+def test_sandboxes_are_proven_by_whatever_gateway_their_rollout_has() -> None:
+    async def work(world: World) -> None:
+        for _ in range(3):
+            world.attempt(failure(ErrorKind.SANDBOX, Phase.SANDBOX), meets=SANDBOXES)
+        await world.until(State.PROBING)
+        world.attempt(meets=SANDBOXES)
+        assert world.breaker.state is State.CLOSED
 
     story(work)
 

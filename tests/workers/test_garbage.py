@@ -139,7 +139,7 @@ def test_errors_that_lead_to_each_other_let_go_of_their_frames() -> None:
 def test_a_rollout_that_the_breaker_has_watched_is_freed() -> None:
     breaker = Breaker(failures=3, pause=1, longest=1, limit=lambda jobs: None, running=lambda: 0)
     rollout = Rollout(RolloutRequest(model="m"), "http://g")
-    breaker.watch(rollout)
+    breaker.watch(rollout, 0.0)
     rollout.enter(Phase.TUNNEL)
     ref = weakref.ref(rollout)
     del rollout

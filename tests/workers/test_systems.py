@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 import pytest
 
+from producer.contract import ErrorKind, RolloutRequest
 from workers import systems as module
 from workers.aio import uninterrupted
 from workers.cli import _EXIT_LIMIT
 from workers.fleet import _KEEPER_LIMIT
 from workers.pool import AsyncioPool
+from workers.settings import WorkerSettings
+from workers.state import SYSTEMS
 from workers.systems import close_together
 from workers.tunnels import pool as tunnels
 from workers.tunnels.backend import Limits
@@ -68,6 +72,36 @@ def test_nobody_is_waited_for_when_all_have_closed() -> None:
 
     assert asyncio.run(scenario()) < 5
     assert systems.closed == ["tunnels"]
+
+
+OURS, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+
+@pytest.mark.parametrize(
+    ("use_gateway", "wanted", "met"),
+    [
+        (True, {}, SYSTEMS),
+        (True, {"gateway_url": OURS}, SYSTEMS),
+        (True, {"gateway_url": OTHER}, {ErrorKind.SANDBOX}),
+        (True, {"use_gateway": False}, {ErrorKind.SANDBOX}),
+        (False, {}, SYSTEMS),
+        (False, {"use_gateway": True}, {ErrorKind.SANDBOX}),
+        (False, {"gateway_url": OURS}, {ErrorKind.SANDBOX}),
+    ],
+)
+def test_which_of_the_workers_own_systems_a_rollout_meets(
+    tmp_path: Path, use_gateway: bool, wanted: dict[str, object], met: frozenset[ErrorKind]
+) -> None:
+    settings = WorkerSettings(
+        gateway_url=OURS, gateway_allow=("*",), use_gateway=use_gateway, model_url=OTHER, sandbox_dir=tmp_path
+    )
+
+    async def scenario() -> frozenset[ErrorKind]:
+        async with module.WorkerSystems(settings, "w1") as systems:
+            assert systems.met_at(systems.none()[0]) == frozenset(), "an episode meets none"
+            return systems.met_at(systems.of(RolloutRequest(model="m", **wanted))[0])  # type: ignore[arg-type]
+
+    assert asyncio.run(scenario()) == met
 
 
 def test_the_parts_of_a_workers_end_fit_into_its_whole() -> None:
