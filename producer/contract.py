@@ -54,7 +54,8 @@ class _Frozen(BaseModel):
 class Deadlines(_Frozen):
     """Seconds that each phase may take, per attempt.
 
-    A phase that exceeds its deadline ends the attempt with a typed error; the agent's own deadline is an outcome
+    A phase that exceeds its deadline ends the attempt with an error whose ``type`` is ``PhaseDeadlineError``, whose
+    ``phase`` is that phase, and whose ``kind`` is that of whoever it waited for. The agent's own deadline is an outcome
     instead (`StopCondition.AGENT_TIMEOUT`), because its turns so far are worth keeping.
 
     Two more bounds are off unless they are set here or by the worker (``ROLLOUTS_IDLE_LIMIT``,
@@ -101,11 +102,12 @@ class Resources(_Frozen):
 class ErrorInfo(_Frozen):
     """One failure as data, from the fixed tree of `ErrorKind`.
 
-    ``type`` is the name of the class that was raised, such as ``AgentStalledError``: it tells apart what is of one
-    kind; "" where nothing was raised. ``detail`` holds the foreign system's own words: frpc's output, or an HTTP status
-    with the head of its body. ``retryable`` says whether another attempt could end differently. ``account`` is set when
-    a platform refuses the worker's own account, whatever the request asks for: its key, its bill, its quota.
-    ``reason`` says why something was cancelled where that was not its producer's wish: ``stale`` or ``overload``.
+    ``type`` is the name of the class that was raised, such as ``AgentStalledError`` or ``PhaseDeadlineError``: it tells
+    apart what is of one kind; "" where nothing was raised. ``detail`` holds the foreign system's own words: frpc's
+    output, or an HTTP status with the head of its body. ``retryable`` says whether another attempt could end
+    differently. ``account`` is set when a platform refuses the worker's own account, whatever the request asks for: its
+    key, its bill, its quota. ``reason`` says why something was cancelled where that was not its producer's wish:
+    ``stale`` or ``overload``.
     """
 
     kind: ErrorKind

@@ -18,6 +18,7 @@ from workers.errors import (
     EnvironmentHookError,
     GatewayError,
     ModelError,
+    PhaseDeadlineError,
     RolloutError,
     SandboxError,
     TunnelError,
@@ -40,6 +41,7 @@ _OWNER: dict[Phase, type[RolloutError]] = {
     Phase.AGENT: AgentError,
     Phase.TRAJECTORY: GatewayError,
     Phase.SCORE: EnvironmentHookError,
+    Phase.CLEANUP: SandboxError,
 }
 
 ValueT = TypeVar("ValueT")
@@ -85,7 +87,7 @@ async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> A
         raise
     except Exception as error:
         if scope.expired():
-            raise _OWNER[phase](f"phase {phase} took longer than its deadline of {limit} s", phase=phase) from None
+            raise PhaseDeadlineError(phase, limit, _OWNER[phase]) from None
         log(rollout, phase, "unexpected error", level=logging.ERROR, error=error)
         raise _OWNER[phase](f"unexpected {type(error).__name__}: {error}", phase=phase) from error
     finally:
@@ -149,7 +151,7 @@ class Cleanup:
         except RolloutError as error:
             self._failed(error)
         except TimeoutError:
-            self._failed(SandboxError(f"clean-up took longer than its deadline of {limit} s"))
+            self._failed(PhaseDeadlineError(Phase.CLEANUP, limit, _OWNER[Phase.CLEANUP]))
         except Exception as error:  # noqa: BLE001 - logged, with its traceback
             log(self._rollout, "cleanup", "unexpected error", level=logging.ERROR, error=error)
             self._failed(SandboxError(f"clean-up failed: {error!r}"))

@@ -8,6 +8,7 @@ RolloutError
 │   └── AgentStalledError the agent ran, but made no model call for longer than its idle limit
 ├── ModelError            the model behind the gateway failed
 ├── EnvironmentHookError  a hook of the environment raised or took too long
+├── PhaseDeadlineError    a phase took longer than its deadline; of the kind of whoever it waited for
 ├── RolloutLimitError     the whole attempt took longer than its hard limit
 └── InvalidRolloutError   the request cannot be run here: unknown environment, missing secret, wrong type
 
@@ -52,7 +53,7 @@ DETAIL_LIMIT = 4000
 class RolloutError(Exception):
     """One attempt failed; ``detail`` holds the foreign system's own words, ``retryable`` whether to try again."""
 
-    kind: ClassVar[ErrorKind]
+    kind: ErrorKind
     default_retryable: ClassVar[bool] = False
     #: Set where a platform refuses the worker's own account, whatever the request asks for.
     account = False
@@ -133,6 +134,18 @@ class EnvironmentHookError(RolloutError):
     """A hook of the environment raised, or took longer than its phase's deadline."""
 
     kind = ErrorKind.ENVIRONMENT
+
+
+class PhaseDeadlineError(RolloutError):
+    """A phase took longer than its deadline of ``seconds``: a failure of ``owner``, tried again where such are.
+
+    The agent's own deadline is none of these but an outcome, except for an episode that its environment runs by itself.
+    """
+
+    def __init__(self, phase: Phase, seconds: float | None, owner: type[RolloutError]) -> None:
+        message = f"phase {phase} took longer than its deadline of {seconds} s"
+        super().__init__(message, phase=phase, retryable=owner.default_retryable)
+        self.kind = owner.kind
 
 
 class RolloutLimitError(RolloutError):

@@ -54,16 +54,18 @@ def test_an_episode_that_fails_is_a_typed_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "limits", "kind"),
+    ("fields", "limits", "kind", "type_"),
     [
-        ({"deadlines": Deadlines(agent=0.05)}, Limits(), ErrorKind.AGENT),
-        ({}, Limits(rollout=0.05), ErrorKind.LIMIT),
+        ({"deadlines": Deadlines(agent=0.05)}, Limits(), ErrorKind.AGENT, "PhaseDeadlineError"),
+        ({}, Limits(rollout=0.05), ErrorKind.LIMIT, "RolloutLimitError"),
     ],
 )
-def test_an_episode_that_takes_too_long_is_ended(fields: dict[str, Any], limits: Limits, kind: ErrorKind) -> None:
+def test_an_episode_that_takes_too_long_is_ended(
+    fields: dict[str, Any], limits: Limits, kind: ErrorKind, type_: str
+) -> None:
     error = ran(lambda _: asyncio.Event().wait(), limits, **fields).error
     assert error is not None
-    assert error.kind is kind
+    assert (error.kind, error.type, error.retryable) == (kind, type_, False)
 
 
 def on_thread(test: Any) -> None:

@@ -272,43 +272,43 @@ def test_a_rollout_that_fails_part_way_keeps_its_turns(point: str) -> None:
     assert len(run(world, attempt_of()).result().trajectory) == 2
 
 
-@pytest.mark.parametrize(
-    ("point", "phase", "kind"),
-    [
-        ("register", "register", ErrorKind.GATEWAY),
-        ("tunnel", "tunnel", ErrorKind.TUNNEL),
-        ("create", "sandbox", ErrorKind.SANDBOX),
-        ("fetch", "trajectory", ErrorKind.GATEWAY),
-        ("execute", "score", ErrorKind.ENVIRONMENT),
-    ],
-)
-def test_a_phase_that_hangs_ends_at_its_deadline(point: str, phase: str, kind: ErrorKind) -> None:
-    world = World(**{point: "hang"})
-    rollout = attempt_of(deadlines={phase: 0.02, "cleanup": 0.02})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.attempt._SALVAGE_TIMEOUT", 0.02)
-        run(world, rollout)
-
-    assert rollout.error is not None
-    assert (rollout.error.kind, rollout.error.phase) == (kind, phase)
-    assert "took longer than its deadline" in rollout.error.message
-    assert world.held == set()
-
-
 class Unready(Scored):
     async def setup(self, rollout: Rollout) -> None:
         await asyncio.Event().wait()
 
 
-def test_a_set_up_that_hangs_ends_at_its_deadline() -> None:
-    world = World()
-    rollout = run(world, attempt_of(deadlines={"setup": 0.02}), Unready())
+#: For each phase: what hangs, and the error's kind and whether it is tried again. The agent's own is an outcome.
+DEADLINES = {
+    Phase.REGISTER: ("register", ErrorKind.GATEWAY, True),
+    Phase.TUNNEL: ("tunnel", ErrorKind.TUNNEL, True),
+    Phase.SANDBOX: ("create", ErrorKind.SANDBOX, True),
+    Phase.SETUP: ("", ErrorKind.ENVIRONMENT, False),
+    Phase.AGENT: ("wait", None, False),
+    Phase.TRAJECTORY: ("fetch", ErrorKind.GATEWAY, True),
+    Phase.SCORE: ("execute", ErrorKind.ENVIRONMENT, False),
+    Phase.CLEANUP: ("delete", ErrorKind.SANDBOX, False),
+}
 
-    assert rollout.error is not None
-    assert (rollout.error.kind, rollout.error.phase) == (ErrorKind.ENVIRONMENT, Phase.SETUP)
-    assert (rollout.error.type, rollout.error.retryable) == ("EnvironmentHookError", False)
-    assert world.held == set()
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_phase_that_hangs_ends_at_its_deadline_with_a_typed_outcome(
+    phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.attempt._SALVAGE_TIMEOUT", 0.02)
+    point, kind, again = DEADLINES[phase]
+    world = World(**{point: "hang"} if point else {})
+    rollout = run(world, attempt_of(deadlines={phase.value: 0.02}), None if point else Unready())
+    result = RolloutResult.parse(rollout.result().to_json())
+
+    if kind is None:
+        assert (result.stop_condition, result.error) == (StopCondition.AGENT_TIMEOUT, None)
+    else:
+        assert result.stop_condition is StopCondition.HAS_ERROR
+        assert result.error is not None
+        assert (result.error.type, result.error.kind, result.error.phase) == ("PhaseDeadlineError", kind, phase)
+        assert result.error.retryable is again
+        assert result.error.message == f"phase {phase} took longer than its deadline of 0.02 s"
+    assert world.held == ({"sandbox"} if phase is Phase.CLEANUP else set())
 
 
 def test_an_agent_that_is_not_started_in_time_is_an_agent_error_that_is_tried_again(
