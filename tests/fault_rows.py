@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,3 +44,19 @@ def retryable(asked: int, words: str) -> Fails:
 
 def final(asked: int, words: str) -> Fails:
     return Fails(asked, False, words)
+
+
+def is_of_tunnels(endpoint: str) -> bool:
+    return "tunnel" in endpoint or endpoint == "forwarded"
+
+
+def gaps(
+    endpoints: Collection[str], rows: Collection[tuple[str, str]], left_out: Mapping[str, Mapping[str, str]]
+) -> set[tuple[str, str]]:
+    """Return the faults of endpoints that are in no row although nothing says why, or are although something does.
+
+    A fault for ever does not stand for the same fault once.
+    """
+    excused = {(endpoint, fault) for endpoint, faults in left_out.items() for fault in faults}
+    wanted = {(endpoint, fault) for endpoint in endpoints for fault in FAULTS}
+    return (wanted - set(rows)) ^ excused

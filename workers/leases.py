@@ -33,6 +33,8 @@ _LOOK_INTERVAL = 0.25
 #: A worker's report in Redis expires after this many seconds: a dead worker is off the list soon.
 REPORT_TTL = 15
 _REPORT_INTERVAL = 2.0
+#: Seconds for which a worker is still listed whose last report has expired.
+_FORGET_AFTER = 60
 
 
 class LeaseKeeper(threading.Thread):
@@ -204,17 +206,18 @@ class LeaseKeeper(threading.Thread):
             self._trusted_from = now + self._store.lease_ttl
         self._last_contact = now
 
-    def _announce(self) -> None:
-        alive_until = self._store.now_ms() + REPORT_TTL * 1000
-        self._store.client.zadd(broker.WORKERS, {self._worker: alive_until}, xx=True)
+    def _announce(self, report: bytes | None = None) -> None:
+        """Say until when this worker lives, with its ``report`` or, without one, only where it has reported before."""
+        now = self._store.now_ms()
+        pipe = self._store.client.pipeline(transaction=False)
+        pipe.zadd(broker.WORKERS, {self._worker: now + REPORT_TTL * 1000}, xx=report is None)
+        if report is not None:
+            pipe.set(broker.worker_key(self._worker), report, ex=REPORT_TTL)
+            pipe.zremrangebyscore(broker.WORKERS, "-inf", now - _FORGET_AFTER * 1000)
+        pipe.execute()
 
     def _send_report(self) -> None:
-        report = self._report() | {"name": self._worker}
-        pipe = self._store.client.pipeline(transaction=False)
-        pipe.set(broker.worker_key(self._worker), orjson.dumps(report), ex=REPORT_TTL)
-        pipe.zadd(broker.WORKERS, {self._worker: self._store.now_ms() + REPORT_TTL * 1000})
-        pipe.zremrangebyscore(broker.WORKERS, "-inf", self._store.now_ms() - 60_000)
-        pipe.execute()
+        self._announce(orjson.dumps(self._report() | {"name": self._worker}))
         self._tell_runs()
 
     def _tell_runs(self) -> None:
