@@ -30,6 +30,8 @@ pytestmark = pytest.mark.xdist_group("prime-faults")
 
 #: Seconds between health checks: the real 30 are too long for a test.
 INTERVAL = 1.0
+#: Seconds that 100 clean-ups may take on a machine that is busy with other tests; alone it is half a second.
+BUSY = 3.0
 
 
 class Platform:
@@ -162,7 +164,7 @@ def test_100_rollouts_of_a_deleted_tunnel_fail_with_their_turns_and_complete_on_
         assert (attempt.turns, len(attempt.trajectory)) == (1, 1)
         assert attempt.trajectory[0]["tokens"]["completion_ids"]
     assert {r.tunnel_id for r in results} == {platform.tunnel()["tunnel_id"]} != set(old)
-    assert noticed[0] < 2 * INTERVAL + 6, "two intervals, and what 100 clean-ups take on a busy machine"
+    assert noticed[0] < 2 * INTERVAL + BUSY
 
 
 def test_a_tunnel_that_cannot_be_restarted_keeps_the_turns_of_its_rollouts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +20,7 @@ from workers.jobs import Claim, JobStore
 from workers.sweep import sweep
 
 T = TypeVar("T")
-_MOMENT = 0.01  # in which whatever is due on the producer's loop happens
+_ROUNDS = 3  #: round trips to the server, in which what the producer has asked is answered
 _END = 20.0
 
 
@@ -63,21 +64,35 @@ class LostData(RuleBasedStateMachine):
             self.asked += 1
         self.go_on()
 
+    def announced(self) -> set[str]:
+        """Return what the server knows to have ended, and was not delivered yet."""
+        entries = self.store.client.xrange(broker.stream_key("b"))
+        return {fields[b"id"].decode() for _, fields in entries} - set(self.delivered)
+
     @rule()
     def take(self) -> None:
-        self.run(self.take_for(_MOMENT))
+        self.run(self.take_one() if self.announced() else self.take_in_vain())
 
-    async def take_for(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                self.delivered.append((await anext(self.batch)).rollout_id)
-        except TimeoutError:
-            pass
+    async def take_one(self) -> None:
+        async with asyncio.timeout(_END):
+            self.delivered.append((await anext(self.batch)).rollout_id)
         assert len(self.delivered) == len(set(self.delivered))
+
+    async def take_in_vain(self) -> None:
+        waiting = asyncio.ensure_future(anext(self.batch))
+        await self.rounds()
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            self.delivered.append((await waiting).rollout_id)
 
     @rule()
     def go_on(self) -> None:
-        self.run(asyncio.sleep(_MOMENT))
+        self.run(self.rounds())
+
+    async def rounds(self) -> None:
+        """Let the producer's loop go on, for as long as the server takes to answer what it has asked."""
+        for _ in range(_ROUNDS):
+            await asyncio.to_thread(self.store.client.ping)
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +153,7 @@ class LostData(RuleBasedStateMachine):
                 self.serve()
                 for rollout_id in list(self.running):
                     self.end(rollout_id)
-                await self.take_for(_MOMENT)
+                await (self.take_one() if self.announced() else self.rounds())
         await self.producer.close()
 
 

@@ -83,8 +83,10 @@ async def ignore():
 @app.task(base=AsyncTask, bind=True, max_retries=2)
 async def retry(self):
     if self.request.retries < 1:
-        # Not at once: the second run could end before the first one's RETRY is stored, and be overwritten by it.
-        raise await asyncio.to_thread(self.retry, countdown=0.5)
+        raise await asyncio.to_thread(self.retry, countdown=0)
+    # Not before the first run's RETRY is stored, which would be written over the end of this one.
+    while await asyncio.to_thread(lambda: app.AsyncResult(self.request.id).state) != "RETRY":
+        await asyncio.sleep(0.01)
     return self.request.retries
 
 async def gate(name):

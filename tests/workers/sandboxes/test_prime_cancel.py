@@ -61,7 +61,6 @@ def asked(prime: Prime, endpoint: str, times: int = 1) -> Callable[[], Awaitable
 
     async def reached() -> None:
         await prime.until(lambda: prime.requests().get(endpoint, 0) >= times, endpoint)
-        await asyncio.sleep(0.01)  # for the answer, where there is one, to be worked on
 
     return reached
 
