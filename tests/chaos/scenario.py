@@ -20,7 +20,7 @@ from fleets import Agents, install_agent
 
 from chaos import agents, leaks
 from chaos.fleet import Fleet
-from chaos.recovery import Recoveries, percentile
+from chaos.recovery import Recoveries, Recovery, percentile
 from chaos.script import Script, round_of, steps, wait_calm
 from producer import Producer, RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind
@@ -33,6 +33,8 @@ _CALM_LIMIT = 60.0
 _TICK = 0.05
 #: Processes that want to run, for each core, on a machine that is busy with tests alone.
 _CROWD = 4.0
+#: Lease times after which a killed worker's rollouts must run again.
+BOUND = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,7 @@ class Options:
 
     ``chaos_limit`` ends the breaking when the rollouts have not ended by then, ``drain_limit`` the wait for the rest.
     With fewer in flight than the workers' slots but one worker's, a killed worker's rollouts find room elsewhere.
-    ``slack`` is what a busy machine may add to the time in which they run again; where more than `_CROWD` processes
-    wait for each core, as many times that as they are more.
+    ``slack`` is what may be added to the time in which they run again; `_allowed` adds more on a busy machine.
     ``sweep_limit`` is for the workers' own sweeps at the end; what is left then, `Fleet.sweep` has to clear.
     With a ``pace``, each action is done once, and a rollout comes every so often until that is over.
     An agent with more ``patience`` than a gateway or a tunnel is away for goes on with what that has kept, or lost.
@@ -58,7 +59,7 @@ class Options:
     chaos_limit: float = 420.0
     drain_limit: float = 120.0
     sweep_limit: float = 20.0
-    slack: float = 1.0
+    slack: float = 0.0
     patience: float = 30.0
     pace: float | None = None
     side_by_side: bool = False
@@ -80,8 +81,8 @@ class Outcome:
     left_to_the_command: dict[str, int] = field(default_factory=dict)
     queue_left: dict[str, int] = field(default_factory=dict)
     load: float = 0.0
-    recovery: list[float] = field(default_factory=list)
-    recovery_disturbed: list[float] = field(default_factory=list)
+    recovery: list[Recovery] = field(default_factory=list)
+    recovery_disturbed: list[Recovery] = field(default_factory=list)
     bad_scrapes: list[str] = field(default_factory=list)
     scrapes: int = 0
     crashes: list[str] = field(default_factory=list)
@@ -143,7 +144,7 @@ class Scenario:
         outcome.results = self._delivered
         outcome.actions, outcome.load = script.done, recoveries.load
         outcome.errors += [f"the script stopped: {script.failure}"] if script.failure else []
-        outcome.recovery, outcome.recovery_disturbed = recoveries.times(quiet=True), recoveries.times(quiet=False)
+        outcome.recovery, outcome.recovery_disturbed = recoveries.found(quiet=True), recoveries.found(quiet=False)
 
     def _script(self, fleet: Fleet, recoveries: Recoveries) -> Script:
         platform, brief = fleet.emulator is not None, self._options.pace is not None
@@ -313,9 +314,8 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
     for outcome in outcomes:
         announced += outcome.announced
     leaked = {f"{o.systems} {what}": len(left) for o in outcomes for what, left in sorted(o.leaked.items())}
-    quiet = sorted(seconds for outcome in outcomes for seconds in outcome.recovery)
-    disturbed = sorted(seconds for outcome in outcomes for seconds in outcome.recovery_disturbed)
-    bound = 1.5 * options.lease_ttl
+    quiet = [recovery for outcome in outcomes for recovery in outcome.recovery]
+    disturbed = [recovery for outcome in outcomes for recovery in outcome.recovery_disturbed]
     wrong = [result for result in results if not agents.is_right(result)]
     return {
         "seed": options.seed,
@@ -341,10 +341,13 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
         "failed_attempts": _histogram(a.error.kind.value for r in results for a in r.failed_attempts),
         "lease_errors": [r.rollout_id for r in results if r.error and r.error.kind is ErrorKind.LEASE],
         "wrong_outcomes": [_described(result) for result in wrong],
-        "recovery": _times(quiet),
-        "recovery_disturbed": _times(disturbed),
-        "recovery_bound": bound,
-        "recovered_late": sum(s > bound + _slack(options, o) for o in outcomes for s in o.recovery),
+        "recovery": _times(recovery.took for recovery in quiet),
+        "recovery_after_lapse": _times(recovery.after_lapse for recovery in quiet),
+        "recovery_sweeps": _histogram(recovery.sweeps for recovery in quiet),
+        "recovery_disturbed": _times(recovery.took for recovery in disturbed),
+        "recovery_bound": BOUND * options.lease_ttl,
+        "recovery_slack": {o.systems: round(_slack(options, o, swept_at_once=True), 2) for o in outcomes},
+        "recovered_late": sum(_is_late(recovery, options, o) for o in outcomes for recovery in o.recovery),
         "load_per_core": {outcome.systems: round(outcome.load, 1) for outcome in outcomes},
         "drain_max": round(max((s for o in outcomes for s in o.drains), default=0.0), 1),
         "actions": dict(sum((Counter(outcome.actions) for outcome in outcomes), Counter[str]())),
@@ -352,8 +355,19 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def _slack(options: Options, outcome: Outcome) -> float:
-    return options.slack * max(1.0, outcome.load / _CROWD)
+def _is_late(recovery: Recovery, options: Options, outcome: Outcome) -> bool:
+    slack = _slack(options, outcome, swept_at_once=recovery.sweeps <= 1)
+    return recovery.took > BOUND * options.lease_ttl + slack
+
+
+def _slack(options: Options, outcome: Outcome, *, swept_at_once: bool) -> float:
+    """Return what may be added to the bound: the options' slack, and the lateness that a crowded machine excuses.
+
+    It excuses none unless the first sweep after the lease had lapsed sent the rollout again: then what took so long are
+    threads and processes that wait for a core.
+    """
+    crowd = max(1.0, outcome.load / _CROWD)
+    return options.slack * crowd + (crowd - 1 if swept_at_once else 0)
 
 
 #: What must be zero or empty in a report.
@@ -382,6 +396,7 @@ def _described(result: RolloutResult) -> str:
     return f"{result.info.get('kind')} {result.rollout_id} attempt {result.attempt} {result.stop_condition}{error}"
 
 
-def _times(seconds: list[float]) -> dict[str, Any]:
+def _times(found: Iterable[float]) -> dict[str, Any]:
+    seconds = sorted(found)
     p50, p95 = percentile(seconds, 0.5), percentile(seconds, 0.95)
     return {"count": len(seconds), "p50": p50, "p95": p95, "max": round(seconds[-1], 2) if seconds else None}

@@ -6,13 +6,16 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import redis
 
 from chaos import agents
+from chaos.recovery import Recoveries, Recovery
 from chaos.scenario import FAULTS, Options, Outcome, brief, passed, report, run
 from chaos.script import ACTIONS, PLATFORM_ACTIONS, steps
-from producer import RolloutResult
+from producer import RolloutResult, broker
 from producer.contract import StopCondition
 
 SEED = 7
@@ -59,7 +62,7 @@ def ended(*, attempt: int = 1, kind: str = "quick") -> RolloutResult:
 
 
 def whole() -> Outcome:
-    return Outcome("local", submitted=["one"], results=[ended()], announced=Counter(["one"]), recovery=[1.0])
+    return Outcome("local", submitted=["one"], results=[ended()], announced=Counter(["one"]), recovery=[Recovery(1.0)])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def whole() -> Outcome:
         ("announced_twice", {"announced": Counter(["one", "one"])}),
         ("unknown", {"submitted": []}),
         ("leaked", {"leaked": {"sandboxes": ["sbx"]}}),
-        ("recovered_late", {"recovery": [1.0, 100.0]}),
+        ("recovered_late", {"recovery": [Recovery(1.0), Recovery(6.01)]}),
         ("deaf_workers", {"deaf": ["worker1"]}),
         ("crashes", {"crashes": ["worker1 (life 1): ended by itself with 1"]}),
         ("late_exits", {"late_exits": ["worker1 (life 1): not ended 60 s after SIGTERM"]}),
@@ -85,3 +88,54 @@ def test_a_run_with_one_fault_has_not_passed(fault: str, difference: dict[str, o
 
     assert not passed(numbers)
     assert [name for name in FAULTS if numbers[name]] == [fault]
+
+
+@pytest.mark.parametrize(
+    ("took", "sweeps", "load", "late"),
+    [
+        (6.0, 1, 0.0, False),
+        (6.01, 1, 0.0, True),
+        (6.01, 1, 4.0, True),  # as busy as it makes itself
+        (6.5, 1, 6.0, False),  # half a crowd more
+        (6.51, 1, 6.0, True),
+        (6.01, 2, 6.0, True),  # a sweep had passed it by
+    ],
+)
+def test_only_a_crowded_machine_excuses_a_late_recovery_that_no_sweep_has_passed_by(
+    took: float, sweeps: int, load: float, late: bool
+) -> None:
+    outcome = replace(whole(), recovery=[Recovery(took, took - 4, sweeps)], load=load)
+    numbers = report(Options(lease_ttl=4.0), [outcome])
+    assert numbers["recovered_late"] == late
+    assert (numbers["recovery_bound"], numbers["recovery"]["max"]) == (6.0, took)
+    assert numbers["recovery_slack"] == {"local": 0.5 if load > 4 else 0}
+    assert numbers["recovery_sweeps"] == {str(sweeps): 1}
+
+
+def test_a_recovery_is_timed_by_the_server(redis_url: str) -> None:
+    """However late the watcher looks: it finds the moments in what the server keeps."""
+    with redis.Redis.from_url(redis_url) as client:
+        fleet = SimpleNamespace(lease_ttl=4.0, redis=client, worker_name=lambda part: "w1")
+        recoveries = Recoveries(fleet)  # type: ignore[arg-type]
+
+        def now() -> int:
+            seconds, micros = client.time()
+            return int(seconds) * 1000 + int(micros) // 1000
+
+        lapse = now() + 60_000  # far away, for a machine that is slow
+        client.hset(broker.job_key("r1"), mapping={"state": "running", "attempt": 1, "worker": "w1", "claimed_ms": 1})
+        client.zadd(broker.RUNNING, {"r1": lapse})
+        assert recoveries.watch(SimpleNamespace(alive=True), quiet=True) == 1  # type: ignore[arg-type]
+        killed = now()
+        recoveries._look()
+        assert not recoveries.settled
+        for moment in (lapse - 300, lapse + 700, lapse + 1700):  # of the sweeps' turns
+            client.set(broker.SWEPT, 1, px=max(1, moment + 1000 - now()))
+            recoveries._look()
+        client.hset(broker.job_key("r1"), mapping={"attempt": 2, "claimed_ms": lapse + 1900})
+        client.hset(broker.LEDGER, "r1 1", json.dumps({"since_ms": lapse + 1800}))
+        recoveries._look()
+        (found,) = recoveries.found(quiet=True)
+    assert recoveries.settled
+    assert (found.after_lapse, found.sweeps) == (1.9, 2)
+    assert 0 <= found.took - (lapse + 1900 - killed) / 1000 < 0.5
