@@ -148,7 +148,7 @@ class Producer:
             self.connection,
             requests,
             batch_id=batch_id,
-            max_in_flight=max_in_flight or self.settings.max_in_flight,
+            max_in_flight=self.settings.max_in_flight if max_in_flight is None else max_in_flight,
             consumer=consumer,
             pace=pace,
         )

@@ -10,7 +10,7 @@ from enum import StrEnum
 from producer.batch import Batch
 from producer.connection import CancelAnswer, FleetConnection, end
 from producer.contract import RolloutRequest, RolloutResult, StopCondition
-from producer.errors import FleetError
+from producer.errors import BatchCancelledError, FleetError
 from producer.ids import new_batch_id, safe_id
 from producer.policy import OVERLOAD, STALE
 
@@ -125,6 +125,11 @@ class Group(AsyncIterator[RolloutResult]):
         return self._results[self._delivered - 1]
 
     @property
+    def example_id(self) -> int | str:
+        """The example whose rollouts they are."""
+        return self._request.example_id
+
+    @property
     def decision(self) -> GroupResult | None:
         """How the group ended, None while that is open."""
         return self._decision
@@ -172,6 +177,13 @@ class Group(AsyncIterator[RolloutResult]):
         return self._request.model_copy(update=update)
 
     async def _take(self) -> None:
+        try:
+            await self._take_all()
+        except BatchCancelledError as error:  # by somebody else, before one was replaced: the others come all the same
+            self._decide(Drop.CANCELLED, str(error))
+            await self._take_all()
+
+    async def _take_all(self) -> None:
         async for result in self.batch:
             self._results.append(result)
             self._judge(result)
@@ -210,7 +222,7 @@ class Group(AsyncIterator[RolloutResult]):
     def _decide(self, dropped: Drop | None = None, reason: str = "") -> None:
         if self._decision is None:
             results = () if dropped else tuple(self._usable)
-            self._decision = GroupResult(self.group_id, self._request.example_id, results, dropped, reason)
+            self._decision = GroupResult(self.group_id, self.example_id, results, dropped, reason)
             self._more.put_nowait(None)
             self._changed.set()
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 from producer.connection import CHUNK, FleetConnection, end
 from producer.consumer import Consumer
-from producer.contract import InvalidRequestError, RolloutRequest
-from producer.group import Group, GroupResult, GroupTerms
+from producer.contract import InvalidRequestError
+from producer.errors import BatchCancelledError
+from producer.group import Drop, Group, GroupResult, GroupTerms
 from producer.ids import new_batch_id, safe_id
 from producer.results import Recent
 from producer.source import Requests, Source
@@ -22,6 +23,9 @@ class Groups(AsyncIterator[GroupResult]):
     same requests finds what it had submitted. With a ``consumer``, Redis keeps which groups were acknowledged under
     that name, and those are not submitted and delivered again: asking for the next group acknowledges the one before.
     The one that was in hand when the process ended comes again; ``redelivered`` is true until the next is asked for.
+
+    Submitting begins when the first group is asked for. An error of the requests' source, or a `RolloutConflictError`,
+    is raised once, from the iteration; iterating on hands out the groups that are open.
     """
 
     def __init__(
@@ -43,14 +47,16 @@ class Groups(AsyncIterator[GroupResult]):
         self._connection = connection
         self._source = Source(requests)
         self._consumer = Consumer(connection.lasting(), self.run_id, consumer, in_order=False) if consumer else None
-        self._opened = consumer is None
         self._in_hand: str | None = None
-        self._exhausted = False
-        self._open: dict[asyncio.Task[GroupResult], Group] = {}
-        self._ended: deque[asyncio.Task[GroupResult]] = deque()  # in this order
+        self._feeder: asyncio.Task[None] | None = None
+        self._cancelled = self._reported = False
+        self._open: dict[asyncio.Future[GroupResult], Group] = {}
+        self._ended: deque[asyncio.Future[GroupResult]] = deque()  # in this order
         self._kept: list[Group] = []
         self._ids = Recent()
+        self._changed = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
+        self._submitting = asyncio.Lock()
 
     @property
     def open(self) -> list[Group]:
@@ -63,70 +69,113 @@ class Groups(AsyncIterator[GroupResult]):
     async def __anext__(self) -> GroupResult:
         async with self._one_at_a_time:
             if self._consumer:
-                await self._acknowledge(self._consumer)
-            while True:
-                await self._fill()
-                if not self._open:
+                await self._consumer.acknowledge()
+            while not self._ended:
+                if await self._is_over():
                     await self.aclose()
                     raise StopAsyncIteration
-                if not self._ended:
-                    await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
-                    continue
-                decision = self._ended[0].result()
-                if self._consumer:
-                    await self._consumer.hand_out(decision.group_id)
-                self._leave(self._open.pop(self._ended.popleft()))
-                self.redelivered = decision.group_id == self._in_hand
-                return decision
+                self._changed.clear()
+                await self._changed.wait()
+            return await self._hand_out(self._ended[0])
 
     async def cancel(self) -> None:
         """Submit no more groups, and cancel those that are open, each for good."""
-        self._exhausted = True
+        async with self._submitting:  # never in the middle of a group: its rollouts would escape
+            self._cancelled = True
+            self._source.close()
+            if self._feeder is not None:
+                self._feeder.cancel()
+        if self._feeder is not None:
+            await end(self._feeder)
         await asyncio.gather(*(group.cancel() for group in self.open))
+        self._changed.set()
 
     async def aclose(self) -> None:
         """Stop following; what is in flight goes on."""
         self._source.close()
+        if self._feeder is not None:
+            await end(self._feeder)
         groups = [*self._open.values(), *self._kept]
         await end(*self._open)
         self._open.clear()
+        self._ended.clear()
         for group in groups:
             await group.aclose()
 
-    async def _acknowledge(self, consumer: Consumer) -> None:
-        if not self._opened:
-            self._in_hand = (await consumer.open()).hand
-            self._opened = True
-        await consumer.acknowledge()
+    # -- handing out ---------------------------------------------------------------------------------------------------
 
-    async def _fill(self) -> None:
-        while not self._exhausted and len(self._open) < self.max_groups:
-            requests = await self._source.take(min(CHUNK, self.max_groups - len(self._open)))
-            self._exhausted = not requests
-            named = {self._id_of(request): request for request in requests}
-            taken = await self._consumer.taken(list(named)) if self._consumer else set()
-            for group_id, request in named.items():
-                if group_id not in taken:
-                    await self._submit(group_id, request)
+    async def _is_over(self) -> bool:
+        """Return whether nothing more will come; raises once what ended the submitting."""
+        if self._feeder is None:
+            if self._consumer:
+                self._in_hand = (await self._consumer.open()).hand
+            self._feeder = asyncio.create_task(self._feed())
+            self._feeder.add_done_callback(lambda _: self._changed.set())
+        if not self._feeder.done():
+            return False
+        if not self._reported and not self._feeder.cancelled() and (error := self._feeder.exception()):
+            self._reported = True
+            raise error
+        return not self._open
 
-    def _id_of(self, request: RolloutRequest) -> str:
-        group_id = safe_id(f"{self.run_id}-{request.example_id}")
-        if not self._ids.add(group_id):
-            raise InvalidRequestError(f"example_id {request.example_id!r} comes twice in {self.run_id}; it must differ")
-        return group_id
+    async def _hand_out(self, ended: asyncio.Future[GroupResult]) -> GroupResult:
+        if error := ended.exception():  # it could not be followed to its end, and will not be
+            self._leave(ended)
+            raise error
+        decision = ended.result()
+        if self._consumer:
+            await self._consumer.hand_out(decision.group_id)
+        # Taken off only after the last await: a cancelled caller loses nothing.
+        self._leave(ended)
+        self.redelivered = decision.group_id == self._in_hand
+        return decision
 
-    async def _submit(self, group_id: str, request: RolloutRequest) -> None:
-        group = Group(self._connection, request, self.terms, group_id=group_id)
+    def _leave(self, ended: asyncio.Future[GroupResult]) -> None:
+        """Let a group that was handed out come to its end: others of its rollouts may still be cancelled."""
+        self._ended.remove(ended)
+        self._kept = [kept for kept in self._kept if not kept.ended]
+        self._kept.append(self._open.pop(ended))
+        self._changed.set()
+
+    # -- the window ----------------------------------------------------------------------------------------------------
+
+    async def _feed(self) -> None:
+        while not self._cancelled and (requests := await self._source.take(await self._room())):
+            named = [(safe_id(f"{self.run_id}-{request.example_id}"), request) for request in requests]
+            taken = await self._consumer.taken([group_id for group_id, _ in named]) if self._consumer else set()
+            for group_id, request in named:
+                if not self._ids.add(group_id):
+                    raise InvalidRequestError(
+                        f"example_id {request.example_id!r} comes twice in {self.run_id}; it must differ"
+                    )
+                async with self._submitting:
+                    if group_id not in taken and not self._cancelled:
+                        await self._submit(Group(self._connection, request, self.terms, group_id=group_id))
+
+    async def _room(self) -> int:
+        """Wait until there is room for a group; returns for how many."""
+        while (room := self.max_groups - len(self._open)) <= 0:
+            self._changed.clear()
+            await self._changed.wait()
+        return min(CHUNK, room)
+
+    async def _submit(self, group: Group) -> None:
+        decided: asyncio.Future[GroupResult]
         try:
             await group.submitted()
+        except BatchCancelledError as error:  # by somebody who knew its id, before it was here
+            await group.aclose()
+            decided = asyncio.get_running_loop().create_future()
+            decided.set_result(GroupResult(group.group_id, group.example_id, (), Drop.CANCELLED, str(error)))
         except BaseException:
             await group.aclose()
             raise
-        decided = asyncio.create_task(group.result())
-        decided.add_done_callback(self._ended.append)
+        else:
+            decided = asyncio.create_task(group.result())
         self._open[decided] = group
+        decided.add_done_callback(self._end)
 
-    def _leave(self, group: Group) -> None:
-        """Let a group that was handed out come to its end: others of its rollouts may still be cancelled."""
-        self._kept = [kept for kept in self._kept if not kept.ended]
-        self._kept.append(group)
+    def _end(self, decided: asyncio.Future[GroupResult]) -> None:
+        if not decided.cancelled():
+            self._ended.append(decided)
+            self._changed.set()

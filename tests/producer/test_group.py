@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -17,6 +17,7 @@ from producer import (
     InvalidRequestError,
     OnReady,
     Producer,
+    RolloutConflictError,
     RolloutRequest,
     RolloutResult,
     StopCondition,
@@ -264,6 +265,101 @@ def test_groups_without_await(settings, worker):
         assert sorted(r.sample_index for r in group) == [0, 1, 2]
         runs = producer.groups([REQUEST], GroupTerms(2))
         assert [len(g.results) for g in runs] == [2]
+
+
+def test_a_group_that_somebody_else_cancels_while_a_member_is_replaced_is_dropped(settings, worker):
+    worker.behaviour = holding(0, 1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer, Producer(settings) as other:
+            group = await producer.submit_group(REQUEST, 2, group_id="g", replace_failed=1)
+            await wait_for(lambda: len(worker.held) == 2)
+            await other.connection.close_batch("g")
+            worker.finish(failing(0)(worker.held.pop("g-0")))
+            dropped = await group.result(20)
+            assert (dropped.dropped, dropped.results) == (Drop.CANCELLED, ())
+            await other.cancel_batch("g")
+            assert [r.stop_condition async for r in group] == [StopCondition.HAS_ERROR, StopCondition.CANCELLED]
+
+    asyncio.run(main())
+    assert "g-2" not in worker.started
+
+
+def test_a_run_goes_on_past_a_group_that_was_cancelled_for_good(settings, worker):
+    requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(3)]
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            await producer.cancel_batch("run-1")
+            found = {g.example_id: g.dropped async for g in producer.groups(requests, GroupTerms(2), run_id="run")}
+            assert found == {0: None, 1: Drop.CANCELLED, 2: None}
+
+    asyncio.run(main())
+
+
+def test_groups_are_handed_out_while_an_asynchronous_source_is_slow(settings, worker):
+    trained = asyncio.Event()
+
+    async def examples() -> AsyncIterator[RolloutRequest]:
+        yield REQUEST
+        await trained.wait()  # a curriculum: what comes next depends on what was learnt
+        yield REQUEST.model_copy(update={"example_id": 8})
+
+    async def main() -> list[int | str]:
+        async with Producer(settings) as producer, asyncio.timeout(20):
+            found = []
+            async for group in producer.groups(examples(), GroupTerms(2), max_groups=4):
+                found.append(group.example_id)
+                trained.set()
+            return found
+
+    assert asyncio.run(main()) == [7, 8]
+
+
+@pytest.mark.parametrize("wrong", ["source", "twice", "conflict"])
+def test_an_error_is_raised_once_and_the_groups_in_flight_are_still_handed_out(settings, worker, wrong):
+    def examples() -> Iterator[RolloutRequest]:
+        yield from (REQUEST.model_copy(update={"example_id": n}) for n in range(3))
+        if wrong == "source":
+            raise ValueError("the data set is broken")
+        yield REQUEST.model_copy(update={"example_id": 0 if wrong == "twice" else 3})
+
+    async def main() -> None:
+        async with Producer(settings) as producer, asyncio.timeout(20):
+            await producer.submit(REQUEST.model_copy(update={"rollout_id": "run-3-1", "batch_id": "run-3"}))
+            groups = producer.groups(examples(), GroupTerms(2), run_id="run", max_groups=8)
+            found, errors = [], []
+            while len(found) < 3 or not errors:
+                try:
+                    found.append((await anext(groups)).example_id)
+                except (ValueError, RolloutConflictError) as error:  # an InvalidRequestError is a ValueError
+                    errors.append(error)
+            assert sorted(found) == [0, 1, 2]
+            assert len(errors) == 1
+            with pytest.raises(StopAsyncIteration):
+                await anext(groups)
+
+    asyncio.run(main())
+
+
+def test_cancelling_all_groups_reaches_the_one_that_is_being_submitted(settings, idle_worker):
+    async def examples() -> AsyncIterator[RolloutRequest]:
+        for n in range(1000):
+            yield REQUEST.model_copy(update={"example_id": n})
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            groups = producer.groups(examples(), GroupTerms(2), run_id="run", max_groups=500)
+            asking = asyncio.create_task(anext(groups))
+            await wait_for(lambda: len(groups.open) >= 5)
+            await groups.cancel()
+            first = await asking
+            rest = [group async for group in groups]
+            assert {group.dropped for group in [first, *rest]} == {Drop.CANCELLED}
+            assert 5 <= 1 + len(rest) < 500
+
+    asyncio.run(main())
+    assert not idle_worker.client.exists(broker.PENDING), "none of them waits any more"
 
 
 async def wait_for(there: Callable[[], bool]) -> None:
