@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         Deadlines,
         ErrorInfo,
         ErrorKind,
+        FailedAttempt,
         InvalidRequestError,
         Phase,
         Purpose,
@@ -82,13 +83,13 @@ if TYPE_CHECKING:
         RolloutConflictError,
         RunBrokenError,
     )
-    from producer.group import Drop, Group, GroupResult, GroupTerms, OnReady
+    from producer.group import Drop, Group, GroupResult, GroupTerms, OnReady, is_usable
     from producer.groups import Groups
     from producer.pace import Pace
     from producer.policy import OnStale, Staled
     from producer.results import Results
     from producer.settings import ProducerSettings
-    from producer.sync import SyncBatch, SyncGroup, SyncHandle, SyncProducer
+    from producer.sync import SyncBatch, SyncGroup, SyncGroups, SyncHandle, SyncProducer, SyncResults
     from producer.verifiers import to_verifiers, to_verifiers_trace
     from producer.watching import RolloutProgress
 
@@ -102,6 +103,7 @@ __all__ = [
     "Drop",
     "ErrorInfo",
     "ErrorKind",
+    "FailedAttempt",
     "FleetError",
     "FleetEvictsError",
     "FleetFullError",
@@ -131,9 +133,12 @@ __all__ = [
     "StopCondition",
     "SyncBatch",
     "SyncGroup",
+    "SyncGroups",
     "SyncHandle",
     "SyncProducer",
+    "SyncResults",
     "Timing",
+    "is_usable",
     "to_verifiers",
     "to_verifiers_trace",
 ]
@@ -144,17 +149,17 @@ _HOMES = {
     "producer.broker": "JobState",
     "producer.client": "Producer RolloutHandle",
     "producer.connection": "CancelAnswer",
-    "producer.contract": "Deadlines ErrorInfo ErrorKind InvalidRequestError Phase Purpose Resources RolloutRequest "
-    "RolloutResult StopCondition Timing",
+    "producer.contract": "Deadlines ErrorInfo ErrorKind FailedAttempt InvalidRequestError Phase Purpose Resources "
+    "RolloutRequest RolloutResult StopCondition Timing",
     "producer.errors": "BatchCancelledError ConsumerTakenError FleetError FleetEvictsError FleetFullError "
     "FleetUnreachableError RolloutConflictError RunBrokenError",
-    "producer.group": "Drop Group GroupResult GroupTerms OnReady",
+    "producer.group": "Drop Group GroupResult GroupTerms OnReady is_usable",
     "producer.groups": "Groups",
     "producer.pace": "Pace",
     "producer.policy": "OnStale Staled",
     "producer.results": "Results",
     "producer.settings": "ProducerSettings",
-    "producer.sync": "SyncBatch SyncGroup SyncHandle SyncProducer",
+    "producer.sync": "SyncBatch SyncGroup SyncGroups SyncHandle SyncProducer SyncResults",
     "producer.verifiers": "to_verifiers to_verifiers_trace",
     "producer.watching": "RolloutProgress",
 }

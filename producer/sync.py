@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
+from producer.background import BackgroundLoop, Following
 from producer.batch import Batch, Counts
 from producer.broker import JobState
 from producer.client import Producer, RolloutHandle
-from producer.connection import CancelAnswer, end
+from producer.connection import CancelAnswer
 from producer.contract import RolloutRequest, RolloutResult
 from producer.group import Group, GroupResult, GroupTerms, OnReady, Usable, is_usable
+from producer.groups import Groups
 from producer.pace import Pace
 from producer.policy import OnStale, Staled
-from producer.results import START
+from producer.results import START, Results
 from producer.settings import ProducerSettings
 from producer.source import Requests
 from producer.watching import RolloutProgress
-
-T = TypeVar("T")
-
-
-class _Loop:
-    """An event loop in a daemon thread; usable from any thread, also from inside another running loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts-producer", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # a Ctrl-C in the caller's thread ends the work too
-            raise
-
-    def stop(self) -> None:
-        self.run(self._end_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    @staticmethod
-    async def _end_tasks() -> None:
-        await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
-        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 class SyncProducer:
@@ -62,7 +31,7 @@ class SyncProducer:
     def __init__(self, settings: ProducerSettings, *, patience: float = 30.0) -> None:
         self.settings = settings
         self._patience = patience
-        self._loop: _Loop | None = None
+        self._loop: BackgroundLoop | None = None
         self._producer: Producer | None = None
 
     @classmethod
@@ -71,7 +40,7 @@ class SyncProducer:
         return cls(settings or ProducerSettings())
 
     def __enter__(self) -> Self:
-        self._loop = _Loop()
+        self._loop = BackgroundLoop()
         try:
             self._producer = self._loop.run(self._open())
         except BaseException:
@@ -150,14 +119,14 @@ class SyncProducer:
         run_id: str | None = None,
         max_groups: int = 32,
         consumer: str | None = None,
-    ) -> Iterator[GroupResult]:
+    ) -> SyncGroups:
         """Submit groups and hand out each as it ends; see `Producer.groups`."""
         loop, producer = self._opened()
 
-        async def follow() -> AsyncIterator[GroupResult]:
+        async def follow() -> Groups:
             return producer.groups(requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer)
 
-        return _iterate(loop, loop.run(follow()))
+        return SyncGroups(loop, loop.run(follow()))
 
     def set_policy_version(
         self, version: int, *, max_off_policy_steps: int, on_stale: OnStale | str = OnStale.CANCEL
@@ -195,24 +164,29 @@ class SyncProducer:
 
     def results(
         self, batch_id: str, *, after: str = START, count: int | None = None, consumer: str | None = None
-    ) -> Iterator[RolloutResult]:
+    ) -> SyncResults:
         """Follow a batch's results; see `Producer.results`."""
         loop, producer = self._opened()
 
-        async def follow() -> AsyncIterator[RolloutResult]:
+        async def follow() -> Results:
             return producer.results(batch_id, after=after, count=count, consumer=consumer)
 
-        return _iterate(loop, loop.run(follow()))
+        return SyncResults(loop, loop.run(follow()))
 
     def cancel(self, rollout_ids: Sequence[str]) -> dict[str, CancelAnswer]:
         """Cancel rollouts; see `Producer.cancel`."""
         loop, producer = self._opened()
         return loop.run(producer.cancel(rollout_ids))
 
+    def handle(self, rollout_id: str, batch_id: str = "default") -> SyncHandle:
+        """Return the handle of a rollout that was submitted before; see `Producer.handle`."""
+        loop, producer = self._opened()
+        return SyncHandle(loop, producer.handle(rollout_id, batch_id))
+
     async def _open(self) -> Producer:
         return await Producer(self.settings, patience=self._patience).__aenter__()
 
-    def _opened(self) -> tuple[_Loop, Producer]:
+    def _opened(self) -> tuple[BackgroundLoop, Producer]:
         if self._loop is None or self._producer is None:
             raise RuntimeError("the producer is not open; use it as `with SyncProducer.from_settings() as producer:`")
         return self._loop, self._producer
@@ -221,7 +195,7 @@ class SyncProducer:
 class SyncHandle:
     """`RolloutHandle` without ``await``."""
 
-    def __init__(self, loop: _Loop, handle: RolloutHandle) -> None:
+    def __init__(self, loop: BackgroundLoop, handle: RolloutHandle) -> None:
         self._loop = loop
         self._handle = handle
         self.rollout_id = handle.rollout_id
@@ -244,22 +218,18 @@ class SyncHandle:
         return self._loop.run(self._handle.state())
 
 
-class SyncBatch(Iterator[RolloutResult]):
+class SyncBatch(Following[RolloutResult]):
     """`Batch` without ``await``: iterate over it for the results, in the order in which they end."""
 
-    def __init__(self, loop: _Loop, batch: Batch) -> None:
-        self._loop = loop
+    def __init__(self, loop: BackgroundLoop, batch: Batch) -> None:
+        super().__init__(loop, batch)
         self._batch = batch
-        self._results = _iterate(loop, batch)
         self.batch_id = batch.batch_id
 
     @property
     def counts(self) -> Counts:
         """How many were submitted, and how those that were delivered ended."""
         return self._batch.counts
-
-    def __next__(self) -> RolloutResult:
-        return next(self._results)
 
     @property
     def redelivered(self) -> bool:
@@ -291,17 +261,41 @@ class SyncBatch(Iterator[RolloutResult]):
         return self._loop.run(self._batch.cancel())
 
 
-class SyncGroup(Iterator[RolloutResult]):
+class SyncResults(Following[RolloutResult]):
+    """`Results` without ``await``."""
+
+    def __init__(self, loop: BackgroundLoop, results: Results) -> None:
+        super().__init__(loop, results)
+        self._results = results
+
+    @property
+    def position(self) -> str:
+        """The place in the batch's stream just after the result that came last."""
+        return self._results.position
+
+    @property
+    def redelivered(self) -> bool:
+        """Whether the result that came last was in hand when an earlier process of its consumer ended."""
+        return self._results.redelivered
+
+
+class SyncGroup(Following[RolloutResult]):
     """`Group` without ``await``: iterate over it for each rollout as it ends, or take the group with `result`."""
 
-    def __init__(self, loop: _Loop, group: Group) -> None:
-        self._loop = loop
+    def __init__(self, loop: BackgroundLoop, group: Group) -> None:
+        super().__init__(loop, group)
         self._group = group
-        self._results = _iterate(loop, group)
         self.group_id = group.group_id
 
-    def __next__(self) -> RolloutResult:
-        return next(self._results)
+    @property
+    def decision(self) -> GroupResult | None:
+        """How the group ended, None while that is open."""
+        return self._group.decision
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its rollouts have ended."""
+        return self._group.ended
 
     def result(self, timeout: float | None = None) -> GroupResult:
         """Wait until the group is whole or dropped; see `Group.result`."""
@@ -312,9 +306,24 @@ class SyncGroup(Iterator[RolloutResult]):
         return self._loop.run(self._group.cancel())
 
 
-def _iterate(loop: _Loop, results: AsyncIterator[T]) -> Iterator[T]:
-    async def following() -> T | None:
-        return await anext(results, None)
+class SyncGroups(Following[GroupResult]):
+    """`Groups` without ``await``: iterate over them for each group as it ends."""
 
-    while (result := loop.run(following())) is not None:
-        yield result
+    def __init__(self, loop: BackgroundLoop, groups: Groups) -> None:
+        super().__init__(loop, groups)
+        self._groups = groups
+        self.run_id = groups.run_id
+
+    @property
+    def open(self) -> list[SyncGroup]:
+        """The groups that are open now."""
+        return [SyncGroup(self._loop, group) for group in self._groups.open]
+
+    @property
+    def redelivered(self) -> bool:
+        """Whether the group that came last was in hand when an earlier process of its consumer ended."""
+        return self._groups.redelivered
+
+    def cancel(self) -> None:
+        """Submit no more groups, and cancel those that are open; see `Groups.cancel`."""
+        self._loop.run(self._groups.cancel())
