@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from producer.contract import ErrorInfo, Message, RolloutResult, Step
+from producer.experts import Experts
 from producer.kinds import Phase, Purpose, StopCondition
 
 TRACE_VERSION = 1
@@ -66,7 +67,8 @@ def to_verifiers_trace(result: RolloutResult) -> dict[str, Any]:
     Its message graph has each message once, and a branch wherever the agent went on from something else than before,
     or where the tokens of a prompt do not begin with those of the turn before it. The tokens along the way to a turn's
     answer are exactly its ``prompt_ids + completion_ids``; those between two answers stand with the second, for the
-    gateway does not say which of them are of which message.
+    gateway does not say which of them are of which message. It is plain JSON but for ``routed_experts`` of nodes, which
+    are there where the model server gave them: bytes, as on verifiers' own wire.
     """
     graph = _Graph()
     calls = [graph.add(step, result.model) for step in result.trajectory]
@@ -96,6 +98,8 @@ def to_verifiers_trace(result: RolloutResult) -> dict[str, Any]:
         "timing": _timing(result),
     }
     copied: dict[str, Any] = orjson.loads(orjson.dumps(trace, option=orjson.OPT_NON_STR_KEYS))
+    for node, experts in graph.experts.items():
+        copied["nodes"][node]["routed_experts"] = experts.as_node()
     return copied
 
 
@@ -137,6 +141,7 @@ class _Graph:
 
     def __init__(self) -> None:
         self.nodes: list[dict[str, Any]] = []
+        self.experts: dict[int, Experts] = {}
         self._children: dict[tuple[int | None, bytes], list[int]] = {}
 
     def add(self, step: Step, model: str) -> dict[str, Any]:
@@ -146,7 +151,8 @@ class _Graph:
         tokens = step.get("tokens") or {}
         prompt_ids, completion_ids = tokens.get("prompt_ids") or [], tokens.get("completion_ids") or []
         messages = [_message(message) for message in asked]
-        parent, known, length = self._longest(messages, prompt_ids)
+        known_to, known, length = self._longest(messages, prompt_ids)
+        parent = known_to
         for message in messages[known:]:
             parent = self._put(parent, message)
         answers = [_message(message, sampled=True) for message in step.get("completion") or []]
@@ -161,12 +167,24 @@ class _Graph:
             "mask": [*[False] * (len(prompt_ids) - length), *mask],
             "logprobs": [value for value, bit in zip(logprobs, mask, strict=False) if bit],
         }
+        if experts := Experts.of(tokens.get("routed_experts")):
+            self._attribute(experts, known_to, node, length)
         call: dict[str, Any] = {"node": node, "model": model}
         if step.get("is_truncated"):
             call["finish_reason"] = "length"
         if tokens:
             call["usage"] = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(completion_ids)}
         return call
+
+    def _attribute(self, experts: Experts, known_to: int | None, node: int, length: int) -> None:
+        """Give a turn's node its rows, and the last token before it, which no model had seen by then, the right one."""
+        before = known_to
+        while before is not None and not self.nodes[before]["token_ids"]:
+            before = self.nodes[before].get("parent")
+        if before in self.experts:
+            self.experts[before] = self.experts[before].corrected(experts, length - 1)
+        if rows := experts.of_tokens(length, len(self.nodes[node]["token_ids"])):
+            self.experts[node] = rows
 
     def _longest(self, messages: list[Message], prompt_ids: list[int]) -> tuple[int | None, int, int]:
         """Return the last node of the longest known way that begins as this prompt does, its messages and tokens."""

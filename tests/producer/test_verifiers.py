@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from base64 import b64encode
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +103,48 @@ def test_a_rewritten_history_and_other_tokens_make_branches() -> None:
     parents = {node.get("parent") for node in trace["nodes"]}
     assert len([n for n in range(len(trace["nodes"])) if n not in parents]) == 3
     assert sum(node["sampled"] for node in trace["nodes"]) == 3
+
+
+EXPERTS = [[[n, n + 1]] for n in range(8)]  # for each token one layer, of which two experts
+
+
+def test_each_node_has_the_experts_of_its_own_tokens() -> None:
+    first, second = step([USER], [CALLS], ([1, 2], [3])), step([USER, CALLS, TOLD], [SAYS], ([1, 2, 3, 4], [5, 6]))
+    first["tokens"]["routed_experts"] = EXPERTS[:2]  # the last token went through no model yet
+    packed = bytes(value for token in EXPERTS[1:6] for value in token[0])
+    second["tokens"]["routed_experts"] = {"data": b64encode(packed).decode(), "shape": [5, 1, 2], "start": 1}
+    nodes = to_verifiers_trace(result(first, second))["nodes"]
+    found = {n: node["routed_experts"] for n, node in enumerate(nodes) if "routed_experts" in node}
+    assert sorted(found) == [1, 3]
+    assert found[1] == {"__nd__": True, "dtype": "uint8", "shape": [3, 1, 2], "data": bytes([0, 1, 1, 2, 2, 3])}
+    assert (found[3]["shape"], found[3]["data"]) == ([3, 1, 2], bytes([3, 4, 4, 5, 5, 6]))
+
+
+def test_wide_numbers_of_experts_widen_what_they_correct() -> None:
+    first, second = step([USER], [SAYS], ([1], [2])), step([USER, SAYS, TOLD], [SAYS], ([1, 2, 3], [4]))
+    first["tokens"]["routed_experts"] = [[[1]]]
+    second["tokens"]["routed_experts"] = [[[1]], [[300]], [[2]]]
+    nodes = to_verifiers_trace(result(first, second))["nodes"]
+    assert {nodes[n]["routed_experts"]["dtype"] for n in (1, 3)} == {"uint16"}
+    assert array("H", nodes[1]["routed_experts"]["data"]).tolist() == [1, 300]
+    assert array("H", nodes[3]["routed_experts"]["data"]).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *([], [[]], [[[]]], [[[-1]]], [[[70000]]], [[[1]], [[1, 2]]], [[["a"]]], "x", 7, {}),
+        *({"data": "AA==", "shape": [2, 1, 1]}, {"data": "!", "shape": [1, 1, 1]}, {"data": "AA==", "shape": []}),
+        {"data": "AA==", "shape": [1, 1, 1], "dtype": "float64"},
+        {"data": "AA==", "shape": [1, 1, 1], "start": 5},
+        {"data": "", "shape": [0, 1, 1]},
+    ],
+)
+def test_experts_that_do_not_fit_are_left_out(given: Any) -> None:
+    turn = step([USER], [SAYS], ([1], [2]))
+    turn["tokens"]["routed_experts"] = given
+    assert not any("routed_experts" in node for node in to_verifiers_trace(result(turn))["nodes"])
+    assert to_verifiers(result(turn))["trajectory"][0]["tokens"]["routed_experts"] == given
 
 
 def test_phases_are_laid_one_behind_the_other() -> None:
