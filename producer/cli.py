@@ -15,8 +15,6 @@ import typer
 from producer.agents import AGENTS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from producer.files.output import ResultsOutput
     from producer.settings import ProducerSettings
     from producer.status import FleetStatus
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from producer.tasks_file import TaskDefaults, TasksFile
 
 __all__ = ["app", "bad_usage", "print_summary", "problems_end_it", "read_settings"]
-
-_PIPE_WIDTH = 200
 
 app = typer.Typer(name="rollouts", no_args_is_help=True, help="Run LLM-agent rollouts on a fleet of workers.")
 
@@ -197,6 +193,7 @@ def show(
     """Show the results of a run as a table, or with ID one rollout's trajectory: its turns, tool calls and failures."""
     from producer.files.read import ResultsReader
     from producer.show import SORTS, Listing, find, show_listing, show_result
+    from producer.terminal import console
 
     if sort is not None and sort not in SORTS:
         bad_usage(f"--sort {sort}: there are {', '.join(SORTS)}")
@@ -205,11 +202,11 @@ def show(
     with problems_end_it():
         reader = ResultsReader(results)
         if rollout is None:
-            show_listing(reader, Listing(failed, sort, reverse, limit), _console())
+            show_listing(reader, Listing(failed, sort, reverse, limit), console())
         elif as_json:
             sys.stdout.write(find(reader, rollout).to_json().decode() + "\n")
         else:
-            show_result(find(reader, rollout), _console(), full=full)
+            show_result(find(reader, rollout), console(), full=full)
 
 
 @app.command()
@@ -341,13 +338,6 @@ async def _status(settings: ProducerSettings) -> FleetStatus:
         return await read_status(connection)
     finally:
         await connection.close()
-
-
-def _console() -> Console:
-    """Return a console for texts: as wide as the terminal, and wide enough for whole lines elsewhere."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from producer.operating import Listed
+from producer.terminal import console
 from producer.worker_report import span
 
-_PIPE_WIDTH = 200
 _COLOURS = {"running": "green", "lapsed": "red", "delayed": "yellow", "parked": "yellow", "pending": ""}
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
@@ -38,10 +36,10 @@ def show_listed(found: Sequence[Listed], more: bool) -> None:
             Text(one.batch_id),
             f"{span(one.age)} ago",
         )
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    console.print(table if found else "no rollout is queued or running")
+    shown = console()
+    shown.print(table if found else "no rollout is queued or running")
     if more:
-        console.print("there are more: --limit 0 shows all")
+        shown.print("there are more: --limit 0 shows all")
 
 
 def show_record(rollout_id: str, record: Mapping[str, Any]) -> None:

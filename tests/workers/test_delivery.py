@@ -12,12 +12,11 @@ from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from model_worker import NAME, ModelWorker, backend_app
 
-from producer import OnStale, Producer, ProducerSettings, RolloutRequest, RolloutResult, StopCondition, broker
-from workers import results
+from producer import OnStale, Producer, ProducerSettings, RolloutRequest, StopCondition, broker
 from workers.history import HandBack
-from workers.jobs import Claim, JobStore, Requeue
-from workers.sweep import sweep
+from workers.jobs import JobStore, Requeue
 
 T = TypeVar("T")
 
@@ -27,7 +26,7 @@ class Delivery(RuleBasedStateMachine):
 
     url = ""
     store: JobStore
-    app: Celery
+    worker: ModelWorker
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Delivery(RuleBasedStateMachine):
         self.producer = Producer(ProducerSettings(redis_url=self.url))
         self.run(self.producer.__aenter__())
         self.submitted: dict[str, int] = {}
-        self.running: dict[str, Claim] = {}
+        self.worker.running.clear()
         self.delivered: list[str] = []
         self.open_consumer()
         self.may_come_again: str | None = None
@@ -74,53 +73,33 @@ class Delivery(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        self.serve_one()
+        self.worker.serve_one()
 
-    def serve_one(self) -> bool:
-        for key in broker.queue_keys():
-            message = self.store.client.rpop(key)
-            if message is not None:
-                rollout_id = message.split(b'"id":"')[1].split(b'"')[0].decode()
-                claim = self.store.claim(rollout_id, "w")
-                if isinstance(claim, Claim):
-                    self.running[rollout_id] = claim
-                return True
-        return False
-
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.worker.running)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        self.end(self.running.pop(data.draw(st.sampled_from(sorted(self.running)))))
+        assert self.worker.end(data.draw(st.sampled_from(sorted(self.worker.running))))
 
-    def end(self, claim: Claim) -> None:
-        marked = self.store.client.hget(broker.job_key(claim.rollout_id), "cancel")
-        stop = StopCondition.CANCELLED if marked else StopCondition.COMPLETED
-        result = RolloutResult.for_request(claim.parsed(), stop, attempt=claim.attempt)
-        encoded = self.app.backend.encoded(claim.rollout_id, result, "SUCCESS")
-        assert self.store.commit(claim.rollout_id, claim.attempt, claim.batch_id, stop, encoded)
-        assert self.store.commit(claim.rollout_id, claim.attempt, claim.batch_id, stop, encoded), "told so again"
-
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.worker.running)
     @rule(data=st.data())
     def hand_back(self, data: st.DataObject) -> None:
-        claim = self.running[data.draw(st.sampled_from(sorted(self.running)))]
-        if self.store.release(claim.parsed(), claim.attempt, "w", HandBack.over("test")) is Requeue.REQUEUED:
-            del self.running[claim.rollout_id]
+        claim = self.worker.running[data.draw(st.sampled_from(sorted(self.worker.running)))]
+        if self.store.release(claim.parsed(), claim.attempt, NAME, HandBack.over("test")) is Requeue.REQUEUED:
+            del self.worker.running[claim.rollout_id]
 
     @rule()
     def worker_dies(self) -> None:
-        lost, self.running = self.running, {}
+        lost, self.worker.running = self.worker.running, {}
         for rollout_id in lost:
             self.store.client.zadd(broker.RUNNING, {rollout_id: 1})
-        self.sweep()
+        self.worker.sweep()
         for claim in lost.values():  # it was only believed dead, and comes too late
             self.store.commit(claim.rollout_id, claim.attempt, "b", StopCondition.COMPLETED, b"late")
             assert self.store.client.get(broker.result_key(claim.rollout_id)) != b"late"
 
     @rule()
     def sweep(self) -> None:
-        self.store.client.delete(broker.SWEPT)
-        sweep(self.store, self.app)
+        self.worker.sweep()
 
     # -- the consumer --------------------------------------------------------------------------------------------------
 
@@ -154,10 +133,9 @@ class Delivery(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """All of them come to an end, and each has been delivered once by then."""
-        while self.serve_one() or self.running:
-            for rollout_id in list(self.running):
-                self.end(self.running.pop(rollout_id))
-            self.sweep()
+        while self.worker.serve_one() or self.worker.running:
+            self.worker.end_all()
+            self.worker.sweep()
         while self.take_one():
             pass
         self.run(self.producer.close())
@@ -169,8 +147,7 @@ class Delivery(RuleBasedStateMachine):
 
 @pytest.fixture
 def app(redis_url: str) -> Iterator[Celery]:
-    app = Celery("test", set_as_current=False)
-    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
+    app = backend_app(redis_url)
     yield app
     app.close()
 
@@ -179,7 +156,7 @@ def test_each_rollout_is_delivered_exactly_once_whatever_happens(redis_url: str,
     with redis.Redis.from_url(redis_url) as client:
         store = JobStore(client, app, lease_ttl=60)
         store.uptime = lambda: 1000.0  # type: ignore[method-assign]
-        machine = type("Machine", (Delivery,), {"url": redis_url, "store": store, "app": app})
+        machine = type("Machine", (Delivery,), {"url": redis_url, "store": store, "worker": ModelWorker(store, app)})
         quick = settings(
             max_examples=25,
             stateful_step_count=40,

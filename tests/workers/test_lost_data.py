@@ -13,11 +13,10 @@ from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from model_worker import NAME, ModelWorker, backend_app
 
-from producer import Producer, ProducerSettings, RolloutRequest, RolloutResult, StopCondition, broker
-from workers import results
-from workers.jobs import Claim, JobStore
-from workers.sweep import sweep
+from producer import Producer, ProducerSettings, RolloutRequest, broker
+from workers.jobs import JobStore
 
 T = TypeVar("T")
 _ROUNDS = 3  #: round trips to the server, in which what the producer has asked is answered
@@ -29,7 +28,7 @@ class LostData(RuleBasedStateMachine):
 
     url = ""
     store: JobStore
-    app: Celery
+    worker: ModelWorker
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class LostData(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.producer = Producer(ProducerSettings(redis_url=self.url))
         self.asked = 0
-        self.running: dict[str, Claim] = {}
+        self.worker.running.clear()
         self.delivered: list[str] = []
         self.saved: dict[bytes, tuple[bytes, int]] = {}
         self.run(self.begin())
@@ -98,23 +97,13 @@ class LostData(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        for key in broker.queue_keys():
-            while (message := self.store.client.rpop(key)) is not None:
-                rollout_id = message.split(b'"id":"')[1].split(b'"')[0].decode()
-                claim = self.store.claim(rollout_id, "w")
-                if isinstance(claim, Claim):
-                    self.running[rollout_id] = claim
+        while self.worker.serve_one():
+            pass
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.worker.running)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(sorted(self.running))))
-
-    def end(self, rollout_id: str) -> None:
-        claim = self.running.pop(rollout_id)
-        result = RolloutResult.for_request(claim.parsed(), StopCondition.COMPLETED, attempt=claim.attempt)
-        encoded = self.app.backend.encoded(rollout_id, result, "SUCCESS")
-        self.store.commit(rollout_id, claim.attempt, claim.batch_id, StopCondition.COMPLETED, encoded)
+        self.worker.end(data.draw(st.sampled_from(sorted(self.worker.running))))
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
@@ -130,15 +119,14 @@ class LostData(RuleBasedStateMachine):
         for key, (value, ttl) in self.saved.items():
             client.restore(key, ttl, value)
         client.client_kill_filter(_type="normal", skipme=True)
-        for rollout_id, claim in list(self.running.items()):  # what renewing the leases finds
-            if self.store.claimed_by(rollout_id) != (claim.attempt, "w"):
-                del self.running[rollout_id]
+        for rollout_id, claim in list(self.worker.running.items()):  # what renewing the leases finds
+            if self.store.claimed_by(rollout_id) != (claim.attempt, NAME):
+                del self.worker.running[rollout_id]
 
     def teardown(self) -> None:
         """The source ends; the worker goes on and the sweep runs, until all is delivered."""
         self.requests.put_nowait(None)
-        for rollout_id in list(self.running):
-            self.end(rollout_id)
+        self.worker.end_all()
         for lapsed in self.store.client.zrange(broker.RUNNING, 0, -1):  # of claims that only the server remembers
             self.store.client.zadd(broker.RUNNING, {lapsed: 1})
         self.run(self.to_the_end())
@@ -148,19 +136,16 @@ class LostData(RuleBasedStateMachine):
     async def to_the_end(self) -> None:
         async with asyncio.timeout(_END):
             while len(self.delivered) < self.asked:
-                self.store.client.delete(broker.SWEPT)
-                await asyncio.to_thread(sweep, self.store, self.app)
+                await asyncio.to_thread(self.worker.sweep)
                 self.serve()
-                for rollout_id in list(self.running):
-                    self.end(rollout_id)
+                self.worker.end_all()
                 await (self.take_one() if self.announced() else self.rounds())
         await self.producer.close()
 
 
 @pytest.fixture
 def app(redis_url: str) -> Iterator[Celery]:
-    app = Celery("test", set_as_current=False)
-    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
+    app = backend_app(redis_url)
     yield app
     app.close()
 
@@ -173,7 +158,7 @@ def test_each_rollout_of_a_batch_is_delivered_once_by_a_server_that_loses_data(
     with redis.Redis.from_url(redis_url) as client:
         store = JobStore(client, app, lease_ttl=0.05)
         store.uptime = lambda: 1000.0  # type: ignore[method-assign]
-        machine = type("Machine", (LostData,), {"url": redis_url, "store": store, "app": app})
+        machine = type("Machine", (LostData,), {"url": redis_url, "store": store, "worker": ModelWorker(store, app)})
         quick = settings(
             max_examples=8,
             stateful_step_count=30,
