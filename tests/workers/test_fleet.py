@@ -112,6 +112,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start(url: str, **options: Any) -> Worker:
         workers.append(Worker(url, tmp_path, **options))
         workers[-1].occupy()
+        # What it does at its start is over then; the lease keeper's next duties are a quarter of a lease away.
+        wait_until(lambda: workers[-1].client.exists(broker.SWEPT), what="the first sweep")
         return workers[-1]
 
     yield start
