@@ -99,6 +99,7 @@ class Fleet:
             self.spans = stack.enter_context(tracing(self.settings, self.worker))
             await self._when_redis_answers(None, self._require_redis)
             fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
+            await self._when_redis_answers(None, self.store.uptime)  # what its clock tells now, to notice a jump
             systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
             self.systems = await stack.enter_async_context(systems)
             stack.push_async_callback(self.environments.aclose)

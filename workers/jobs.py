@@ -117,7 +117,7 @@ class JobStore:
         self._gateway_url = gateway_url
         #: Told for how many seconds a rollout that was given back here waits.
         self.on_delay: Callable[[float], object] = lambda _: None
-        self._uptime = Uptime(client)
+        self._uptime = Uptime(client, tolerance=lease_ttl / 4)
         self._lease_ms = int(lease_ttl * 1000)
         self._record_ttl = int(broker.RESULT_TTL.total_seconds())
         self._messages = {step: broker.WakeUp.for_app(app, step) for step in broker.PRIORITY_STEPS}

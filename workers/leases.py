@@ -117,9 +117,11 @@ class LeaseKeeper(threading.Thread):
     def trusts_leases(self) -> bool:
         """Whether a lapsed lease means a dead worker.
 
-        Not until one TTL after Redis came back: until then, living workers could not renew theirs either.
+        Not until one TTL after Redis came back: until then, living workers could not renew theirs either. Nor before
+        this thread has had an answer after a gap: the whole machine may have been stopped, and others ask this first.
         """
-        return time.monotonic() >= self._trusted_from
+        now = time.monotonic()
+        return now >= self._trusted_from and not self._is_gap(now)
 
     def stop(self) -> None:
         """End the thread; what is still held lapses. The worker's report is withdrawn."""
@@ -202,9 +204,13 @@ class LeaseKeeper(threading.Thread):
 
     def _note_contact(self) -> None:
         now = time.monotonic()
-        if now - self._last_contact > self._store.lease_ttl / 2:
+        if self._is_gap(now):
             self._trusted_from = now + self._store.lease_ttl
         self._last_contact = now
+
+    def _is_gap(self, now: float) -> bool:
+        """Whether Redis has not been heard of for so long that leases may have lapsed for that."""
+        return now - self._last_contact > self._store.lease_ttl / 2
 
     def _announce(self, report: bytes | None = None) -> None:
         """Say until when this worker lives, with its ``report`` or, without one, only where it has reported before."""

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import orjson
 import pytest
@@ -386,6 +387,36 @@ def test_a_user_that_may_not_ask_for_the_uptime_recovers_one_lease_after_its_own
         ledger = Ledger(client, lease_ttl=0.1)
         wait_until(ledger.is_settled)
     assert record(store)["state"] == "pending"
+
+
+class Clock:
+    """Redis, on a machine whose clock is set."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client: Any = client
+        self.ahead = 0.0
+
+    def info(self, section: str) -> dict[str, Any]:
+        told = self.client.info(section)
+        return told | {"server_time_usec": told["server_time_usec"] + int(self.ahead * 1e6)}
+
+
+def test_no_lease_is_believed_lapsed_for_as_long_as_one_lives_after_redis_clock_was_set_forward(
+    store: JobStore, app: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them lapse at once then, though every worker lives: each has to be given the time to renew its own."""
+    clock = Clock(store.client)
+    store._uptime._client = clock
+    wait_until(lambda: store.uptime() >= store.lease_ttl)
+    claimed(store)
+    clock.ahead = 60.0
+    lapse(store)
+    store.client.delete(broker.SWEPT)
+    assert "requeued" not in sweep(store, app)
+    assert "Redis's clock was set forward by 60" in caplog.text
+    assert record(store)["state"] == "running"
+    clock.ahead = 59.0
+    wait_until(lambda: sweep(store, app).get("requeued") == 1, what="what nobody renewed meanwhile")
 
 
 ODD = {

@@ -147,6 +147,14 @@ def test_leases_survive_a_redis_restart_and_none_is_trusted_lapsed_for_one_ttl(o
         assert k.ended == []
 
 
+def test_no_lease_is_trusted_lapsed_by_who_has_not_heard_of_redis_for_half_a_ttl(redis_url: str) -> None:
+    """After a stop of the whole machine, a sweep that beat has ordered may come before the first renewal."""
+    with keeping(redis_url) as k:
+        wait_until(lambda: k.trusted and k.trusted[-1])
+        k.keeper.stop()  # as if it had been stopped, and others went on first
+        wait_until(lambda: not k.keeper.trusts_leases)
+
+
 def test_a_delayed_rollout_is_woken_when_its_time_comes_and_not_by_the_next_sweep(redis_url: str) -> None:
     with keeping(redis_url) as kept:
         kept.store.on_delay = kept.keeper.wake_in
