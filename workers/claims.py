@@ -13,7 +13,9 @@ from typing import Any
 import redis
 from celery import Celery, states
 from celery.exceptions import Ignore
+from kombu.exceptions import OperationalError
 
+from producer import broker
 from producer.contract import (
     ErrorInfo,
     ErrorKind,
@@ -65,6 +67,7 @@ class Claims:
         self._on_release = on_release
         self._on_unsure = on_unsure
         self._unsure: dict[str, object] = {}  # rollouts whose claim got no answer: the requests that messages carried
+        self._early: dict[str, dict[str, Any]] = {}  # of held rollouts: where a message came from meanwhile
         self._claiming: set[str] = set()  # rollouts that are being claimed, until they are held or not
 
     def __len__(self) -> int:
@@ -95,9 +98,7 @@ class Claims:
         ``carried`` is the request of a message that carries its own. True also for an invalid one, of which there is no
         record: `refused` tells what is wrong with it.
         """
-        if job.id in self._held:
-            # A duplicate, or its last attempt lost the lease and still cleans up, which will end what is held under
-            # this id. Then the sweep sends it again.
+        if job.id in self._held and self._is_too_early(job):
             logger.info("%s: held by this worker, nothing to do", job.id, extra=self._about(job.id))
             return False
         # First, and until it is held: what `settle_unsure` finds claimed meanwhile may be this claim.
@@ -106,6 +107,18 @@ class Claims:
             return self._claim(job, carried)
         finally:
             self._claiming.discard(job.id)
+
+    def _is_too_early(self, job: Job) -> bool:
+        """Note that a message came for what is held, for it to be sent again; False when it is held no more by now.
+
+        It may be a duplicate. But it may also be that the attempt that is held has lost its lease and still cleans up,
+        or has just ended and was retried, which will end what is held under this id.
+        """
+        self._early[job.id] = job.request.get("delivery_info") or {}
+        if job.id in self._held:  # so `release` has yet to look at what was noted
+            return True
+        self._early.pop(job.id, None)
+        return False
 
     def _claim(self, job: Job, carried: object) -> bool:
         try:
@@ -274,6 +287,16 @@ class Claims:
             self._keeper.drop(job.id)
             self._on_release(claim)
             del self._held[job.id]
+            if (where := self._early.pop(job.id, None)) is not None:
+                self._send_again(job.id, where)
+
+    def _send_again(self, rollout_id: str, where: dict[str, Any]) -> None:
+        """Send the message again that came too early; where nothing waits for it, whoever takes it drops it."""
+        to = {"queue": where.get("routing_key") or None, "priority": where.get("priority") or 0}
+        try:
+            self._app.send_task(broker.RUN_ROLLOUT, task_id=rollout_id, retry=False, **to)
+        except (OperationalError, redis.RedisError) as error:
+            logger.info("%s: the sweep wakes it, %s", rollout_id, error, extra=self._about(rollout_id))
 
 
 def about(

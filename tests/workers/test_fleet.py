@@ -151,6 +151,26 @@ def test_a_duplicate_wake_up_never_enters_the_pool(worker: Worker) -> None:
     assert worker.holds() == (["r1"], ["r1"]), "the duplicate's end leaves the claim alone"
 
 
+def test_a_wake_up_that_comes_before_the_lost_attempt_has_cleaned_up_is_sent_again_when_it_has(
+    start: Start, redis_url: str
+) -> None:
+    """Dropped, it would come back with a sweep that is a lease's time away."""
+    worker = start(redis_url, lease_ttl=3600.0)
+    job, lost = worker.wake(max_attempts=2)
+    request = RolloutRequest(rollout_id="r1", model="m")
+    given_back = worker.fleet.store.release(request, 1, "w2", HandBack.over("another worker's sweep", counts=True))
+    assert given_back is Requeue.REQUEUED
+    worker.client.delete(*broker.queue_keys())  # it is taken by this worker
+    _, early = worker.apply(broker.RUN_ROLLOUT, "r1")
+    wait_until(lambda: early == [Ignore])
+    assert not worker.client.exists(*broker.queue_keys()), "while it is held"
+    job.cancel(CancelReason.LEASE_LOST)
+    wait_until(lambda: lost == ["accepted", Ignore])
+    wait_until(lambda: worker.client.llen(broker.queue_key(0)) == 1, what="its message")
+    worker.apply(broker.RUN_ROLLOUT, "r1")
+    assert (worker.record()["state"], worker.record()["attempt"]) == ("running", "2")
+
+
 @pytest.mark.parametrize("state", ["running", "done"])
 def test_a_wake_up_for_what_others_run_or_ended_never_enters_the_pool(worker: Worker, state: str) -> None:
     worker.client.hset(broker.job_key("r1"), mapping={"state": state, "attempt": 1, "spent": 1})
@@ -284,9 +304,12 @@ def test_a_redis_that_hangs_does_not_hold_celerys_thread(
 
 
 @pytest.fixture
-def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the test alone settle what is unsure; the lease keeper would do so within half a second."""
+def resting(start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Return a worker whose lease keeper does nothing more: the test alone settles what is unsure."""
     monkeypatch.setattr(LeaseKeeper, "hurry", lambda self: None)
+    worker = start(redis_url, lease_ttl=3600.0)
+    wait_until(lambda: worker.client.exists(broker.SWEPT), what="its first round, before one that is far away")
+    return worker
 
 
 def unsure(worker: Worker, rollout_id: str = "r1") -> None:
@@ -306,9 +329,8 @@ def unsure(worker: Worker, rollout_id: str = "r1") -> None:
     assert states == ["running"]
 
 
-@pytest.mark.usefixtures("no_hurry")
-def test_a_claim_whose_answer_was_lost_is_given_back_and_spends_no_attempt(start: Start, redis_url: str) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)  # the lease keeper's own sweeps are far apart
+def test_a_claim_whose_answer_was_lost_is_given_back_and_spends_no_attempt(resting: Worker) -> None:
+    worker = resting
     unsure(worker)
     worker.fleet.claims.settle_unsure()
     record = worker.record()
@@ -316,12 +338,11 @@ def test_a_claim_whose_answer_was_lost_is_given_back_and_spends_no_attempt(start
     assert not worker.fleet.claims.unsure
 
 
-@pytest.mark.usefixtures("no_hurry")
 def test_a_claim_that_is_being_made_is_not_taken_for_the_lost_one(
-    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    resting: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is settled in the moment between the second claim's answer and its being held."""
-    worker = start(redis_url, lease_ttl=3600.0)
+    worker = resting
     held = worker.fleet.claims
     held._unsure["r1"] = None  # the first claim never reached Redis
     claim = held._impatient.claim
@@ -338,11 +359,8 @@ def test_a_claim_that_is_being_made_is_not_taken_for_the_lost_one(
     assert (worker.record()["state"], held.unsure) == ("running", False)
 
 
-@pytest.mark.usefixtures("no_hurry")
-def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the_sweep(
-    start: Start, redis_url: str
-) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)
+def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the_sweep(resting: Worker) -> None:
+    worker = resting
     for rollout_id in ("r1", "r2", "r3"):
         unsure(worker, rollout_id)
     worker.client.hset(broker.job_key("r1"), "request", b"[1]")
@@ -355,9 +373,8 @@ def test_a_lost_claim_of_what_cannot_be_read_holds_up_neither_the_others_nor_the
     assert worker.client.zcard(broker.DELAYED) == 0, "the sweep was made"
 
 
-@pytest.mark.usefixtures("no_hurry")
-def test_a_lost_claim_is_kept_in_mind_while_redis_is_away(start: Start, redis_url: str) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)
+def test_a_lost_claim_is_kept_in_mind_while_redis_is_away(resting: Worker) -> None:
+    worker = resting
     unsure(worker)
 
     def away(rollout_id: str) -> None:
@@ -415,11 +432,10 @@ def test_an_invalid_message_whose_claim_redis_missed_gets_its_result(start: Star
     assert worker.record() == {}
 
 
-@pytest.mark.usefixtures("no_hurry")
 def test_what_a_message_carried_gets_its_record_when_the_worker_ends_meanwhile(
-    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    resting: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)
+    worker = resting
 
     def away(*_: object) -> None:
         raise redis.TimeoutError("no answer")
@@ -431,11 +447,8 @@ def test_what_a_message_carried_gets_its_record_when_the_worker_ends_meanwhile(
     assert worker.record()["state"] == "pending"
 
 
-@pytest.mark.usefixtures("no_hurry")
-def test_a_carried_request_whose_record_was_made_meanwhile_is_left_to_that(
-    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)
+def test_a_carried_request_whose_record_was_made_meanwhile_is_left_to_that(resting: Worker) -> None:
+    worker = resting
     worker.fleet.claims._unsure["r1"] = {"model": "late"}
     worker.client.hset(broker.job_key("r1"), mapping={"state": "pending", "attempt": 0, "spent": 0})
     worker.fleet.claims.settle_unsure()
@@ -443,9 +456,8 @@ def test_a_carried_request_whose_record_was_made_meanwhile_is_left_to_that(
     assert not worker.fleet.claims.unsure
 
 
-@pytest.mark.usefixtures("no_hurry")
-def test_a_claim_of_what_is_no_record_does_not_keep_the_worker_from_taking_others(start: Start, redis_url: str) -> None:
-    worker = start(redis_url, lease_ttl=3600.0)
+def test_a_claim_of_what_is_no_record_does_not_keep_the_worker_from_taking_others(resting: Worker) -> None:
+    worker = resting
     worker.client.set(broker.job_key("r1"), "no record")
     _, told = worker.wake()
     wait_until(lambda: told == [Ignore])
