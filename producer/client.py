@@ -112,7 +112,7 @@ class Producer:
             RolloutConflictError: the id was submitted before with another request.
         """
         await self.connection.submit([request])
-        return self.handle(request.rollout_id, request.batch_id)
+        return RolloutHandle(self, request.rollout_id, request.batch_id, request)
 
     async def submit_many(
         self,
@@ -201,12 +201,15 @@ class Producer:
         run_id: str | None = None,
         max_groups: int = 32,
         consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> Groups:
         """Submit a group for each request, at most ``max_groups`` at one time, and hand out each as it ends.
 
-        See `Groups` for what a trainer that is started again finds.
+        ``pace`` bounds how fast rollouts are submitted. See `Groups` for what a trainer that is started again finds.
         """
-        groups = Groups(self.connection, requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer)
+        groups = Groups(
+            self.connection, requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer, pace=pace
+        )
         self._open.add(groups)
         return groups
 
@@ -291,17 +294,27 @@ class Producer:
         """Return the handle of a rollout that was submitted before, perhaps by another process."""
         return RolloutHandle(self, rollout_id, batch_id)
 
-    async def _result(self, rollout_id: str, batch_id: str) -> RolloutResult:
+    async def _result(self, handle: RolloutHandle) -> RolloutResult:
+        rollout_id, batch_id, request = handle.rollout_id, handle.batch_id, handle.request
+        while True:
+            await self._wait(rollout_id, batch_id)
+            [raw] = await self.connection.stored_results([rollout_id])
+            if raw is not None or request is None or handle.cancelled:
+                break
+            if (await self.connection.states([rollout_id]))[rollout_id] is not None:
+                break
+            await self.connection.lasting().submit([request])  # Redis has lost it
+        result = await read_result(self.connection, rollout_id, raw, batch_id, request, cancelled=handle.cancelled)
+        await forget(self.connection, batch_id, [rollout_id])
+        return result.model_copy(update={"stale": True}) if self.connection.policy.is_stale(result) else result
+
+    async def _wait(self, rollout_id: str, batch_id: str) -> None:
         waiters = self._waiters.setdefault(batch_id, Waiters(self.connection, batch_id))
         try:
             await waiters.wait(rollout_id)
         finally:
             if waiters.idle and self._waiters.get(batch_id) is waiters:
                 del self._waiters[batch_id]
-        [raw] = await self.connection.stored_results([rollout_id])
-        result = await read_result(self.connection, rollout_id, raw, batch_id)
-        await forget(self.connection, batch_id, [rollout_id])
-        return result.model_copy(update={"stale": True}) if self.connection.policy.is_stale(result) else result
 
 
 def _traces() -> Traces:
@@ -316,19 +329,27 @@ def _traces() -> Traces:
 class RolloutHandle:
     """One submitted rollout."""
 
-    def __init__(self, producer: Producer, rollout_id: str, batch_id: str) -> None:
+    def __init__(
+        self, producer: Producer, rollout_id: str, batch_id: str, request: RolloutRequest | None = None
+    ) -> None:
         self._producer = producer
         self.rollout_id = rollout_id
         self.batch_id = batch_id
+        #: What is submitted again when Redis has lost it: until its result was delivered, or it is cancelled.
+        self.request = request
+        self.cancelled = False
 
     async def result(self, timeout: float | None = None) -> RolloutResult:
         """Wait for the result, for at most ``timeout`` seconds; raises TimeoutError, and the rollout goes on.
 
-        It is consumed then: Redis keeps it for the producer's ``keep_consumed`` more.
+        It is consumed then: Redis keeps it for the producer's ``keep_consumed`` more. The handle that submitted it
+        submits it again when Redis has lost its data.
         """
         try:
             async with asyncio.timeout(timeout) as limit:
-                return await self._producer._result(self.rollout_id, self.batch_id)
+                result = await self._producer._result(self)
+                self.request = None
+                return result
         except TimeoutError:
             if limit.expired():
                 raise TimeoutError(f"rollout {self.rollout_id} has not ended after {timeout} s; it goes on") from None
@@ -336,6 +357,7 @@ class RolloutHandle:
 
     async def cancel(self) -> CancelAnswer:
         """Cancel the rollout, and say what was found."""
+        self.cancelled = True
         return (await self._producer.cancel([self.rollout_id]))[self.rollout_id]
 
     async def progress(self, timeout: float = 5.0) -> RolloutProgress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from producer.connection import CHUNK, FleetConnection, end
 from producer.consumer import Consumer
@@ -12,6 +13,7 @@ from producer.contract import InvalidRequestError
 from producer.errors import BatchCancelledError
 from producer.group import Drop, Group, GroupResult, GroupTerms
 from producer.ids import new_batch_id, safe_id
+from producer.pace import Pace
 from producer.results import Recent
 from producer.source import Requests, Source
 
@@ -37,12 +39,14 @@ class Groups(AsyncIterator[GroupResult]):
         run_id: str | None = None,
         max_groups: int,
         consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if max_groups < 1:
             raise ValueError(f"max_groups is {max_groups}; there must be room for at least one group")
         self.run_id = run_id or new_batch_id("run")
         self.terms = terms
-        self.max_groups = max_groups
+        self._max_groups = max_groups
+        self._pace = pace or Pace()
         self.redelivered = False
         self._connection = connection
         self._source = Source(requests)
@@ -62,6 +66,23 @@ class Groups(AsyncIterator[GroupResult]):
     def open(self) -> list[Group]:
         """The groups that are open now."""
         return list(self._open.values())
+
+    @property
+    def max_groups(self) -> int:
+        """How many may be open at one time; may be moved at any time, as `Batch.max_in_flight`."""
+        return self._max_groups
+
+    @max_groups.setter
+    def max_groups(self, count: int) -> None:
+        if count < 0:
+            raise ValueError(f"max_groups is {count}; 0 pauses the run, and less means nothing")
+        self._max_groups = count
+        self._changed.set()
+
+    def set_pace(self, *, per_minute: float | None = None, burst: int | None = None) -> None:
+        """Submit at another pace from now on, in rollouts and not in groups; see `Pace`."""
+        self._pace = Pace(per_minute, burst)
+        self._changed.set()
 
     def __aiter__(self) -> Groups:
         return self
@@ -153,14 +174,20 @@ class Groups(AsyncIterator[GroupResult]):
                         await self._submit(Group(self._connection, request, self.terms, group_id=group_id))
 
     async def _room(self) -> int:
-        """Wait until there is room for a group; returns for how many."""
-        while (room := self.max_groups - len(self._open)) <= 0:
+        """Wait until the window and the pace let some groups be submitted; returns how many."""
+        while True:
+            room, size = min(CHUNK, self._max_groups - len(self._open)), self.terms.size
+            # A group begins as soon as one of its rollouts may: the pace makes up for the others before the next.
+            if room > 0 and (free := self._pace.free(room * size)):
+                return max(1, free // size)
             self._changed.clear()
-            await self._changed.wait()
-        return min(CHUNK, room)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pace.delay if room > 0 else None):
+                    await self._changed.wait()
 
     async def _submit(self, group: Group) -> None:
         decided: asyncio.Future[GroupResult]
+        self._pace.spend(self.terms.size)
         try:
             await group.submitted()
         except BatchCancelledError as error:  # by somebody who knew its id, before it was here

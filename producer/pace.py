@@ -36,10 +36,10 @@ class Pace:
             return most
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
         self._at = now
-        return min(most, int(self._tokens + 1e-9))
+        return max(0, min(most, int(self._tokens + 1e-9)))
 
     def spend(self, count: int) -> None:
-        """Note that ``count`` were submitted."""
+        """Note that ``count`` were submitted; of what goes only together it may be more than was free."""
         self._tokens -= count
 
     @property

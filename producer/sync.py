@@ -119,12 +119,13 @@ class SyncProducer:
         run_id: str | None = None,
         max_groups: int = 32,
         consumer: str | None = None,
+        pace: Pace | None = None,
     ) -> SyncGroups:
         """Submit groups and hand out each as it ends; see `Producer.groups`."""
         loop, producer = self._opened()
 
         async def follow() -> Groups:
-            return producer.groups(requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer)
+            return producer.groups(requests, terms, run_id=run_id, max_groups=max_groups, consumer=consumer, pace=pace)
 
         return SyncGroups(loop, loop.run(follow()))
 
@@ -323,6 +324,26 @@ class SyncGroups(Following[GroupResult]):
     def redelivered(self) -> bool:
         """Whether the group that came last was in hand when an earlier process of its consumer ended."""
         return self._groups.redelivered
+
+    @property
+    def max_groups(self) -> int:
+        """The window, which may be moved at any time; see `Groups.max_groups`."""
+        return self._groups.max_groups
+
+    @max_groups.setter
+    def max_groups(self, count: int) -> None:
+        async def move() -> None:
+            self._groups.max_groups = count
+
+        self._loop.run(move())
+
+    def set_pace(self, *, per_minute: float | None = None, burst: int | None = None) -> None:
+        """Submit at another pace from now on; see `Groups.set_pace`."""
+
+        async def change() -> None:
+            self._groups.set_pace(per_minute=per_minute, burst=burst)
+
+        self._loop.run(change())
 
     def cancel(self) -> None:
         """Submit no more groups, and cancel those that are open; see `Groups.cancel`."""

@@ -195,9 +195,12 @@ def test_a_submission_whose_reply_was_lost_is_in_flight_for_those_who_iterate_on
             await producer.submit(make(1, rollout_id="before")[0])
             proxy.lose_reply_to = b"r-0"
             batch = await producer.submit_many(source())
-            with pytest.raises(FleetUnreachableError):
-                await anext(batch)
-            return [r.rollout_id async for r in batch], batch.counts
+            ids = []
+            with pytest.raises(FleetUnreachableError):  # before or after the result: two connections tell of them
+                async for result in batch:
+                    ids.append(result.rollout_id)
+            ids.extend([r.rollout_id async for r in batch])
+            return ids, batch.counts
 
     ids, counts = asyncio.run(go())
     assert ids == ["r-0"]

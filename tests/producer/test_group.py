@@ -13,9 +13,11 @@ from producer import (
     Drop,
     ErrorInfo,
     ErrorKind,
+    Group,
     GroupTerms,
     InvalidRequestError,
     OnReady,
+    Pace,
     Producer,
     RolloutConflictError,
     RolloutRequest,
@@ -360,6 +362,56 @@ def test_cancelling_all_groups_reaches_the_one_that_is_being_submitted(settings,
 
     asyncio.run(main())
     assert not idle_worker.client.exists(broker.PENDING), "none of them waits any more"
+
+
+def test_the_window_of_groups_can_be_moved_while_they_run(settings, idle_worker):
+    requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(20)]
+
+    def finish(group: Group) -> None:
+        for index in range(2):
+            member = REQUEST.model_copy(update={"rollout_id": f"{group.group_id}-{index}", "batch_id": group.group_id})
+            idle_worker.finish(RolloutResult.for_request(member, StopCondition.COMPLETED))
+
+    async def main() -> None:
+        async with Producer(settings) as producer, asyncio.timeout(20):
+            groups = producer.groups(requests, GroupTerms(2), run_id="run", max_groups=2)
+            asking = asyncio.create_task(anext(groups))
+            await wait_for(lambda: len(groups.open) == 2)
+            groups.max_groups = 5
+            await wait_for(lambda: len(groups.open) == 5)
+            groups.max_groups = 0
+            for group in groups.open:
+                await asyncio.to_thread(finish, group)
+            await asking
+            for _ in range(4):
+                await anext(groups)
+            assert groups.open == [], "paused"
+            asking = asyncio.create_task(anext(groups))
+            groups.max_groups = 100
+            await wait_for(lambda: len(groups.open) == 15)
+            asking.cancel()
+            with pytest.raises(ValueError, match="0 pauses"):
+                groups.max_groups = -1
+
+    asyncio.run(main())
+
+
+def test_groups_keep_to_a_pace_of_rollouts_and_another_can_be_set(settings, idle_worker):
+    requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(20)]
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            # A group is submitted whole, also where it is larger than the burst.
+            groups = producer.groups(requests, GroupTerms(4), max_groups=20, pace=Pace(1, 9))
+            asking = asyncio.create_task(anext(groups))
+            await wait_for(lambda: len(groups.open) == 3)
+            await asyncio.sleep(0.01)
+            assert len(groups.open) == 3
+            groups.set_pace(per_minute=60_000, burst=2)
+            await wait_for(lambda: len(groups.open) == 20)
+            asking.cancel()
+
+    asyncio.run(main())
 
 
 async def wait_for(there: Callable[[], bool]) -> None:

@@ -89,6 +89,15 @@ def test_the_window_can_be_moved_while_the_batch_runs(settings, idle_worker, mak
     asyncio.run(main())
 
 
+def test_a_batch_needs_room_to_begin(settings, make):
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            with pytest.raises(ValueError, match="max_in_flight is 0"):
+                await producer.submit_many(make(1), max_in_flight=0)
+
+    asyncio.run(main())
+
+
 def test_a_batch_keeps_to_its_pace_and_another_can_be_set(settings, idle_worker, make):
     async def main() -> None:
         async with Producer(settings) as producer:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from support import wait_until
 
 from producer import (
     Drop,
@@ -17,6 +18,7 @@ from producer import (
     RolloutResult,
     StopCondition,
     SyncProducer,
+    broker,
 )
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7})
@@ -78,6 +80,9 @@ def test_groups_can_be_watched_and_cancelled(settings, idle_worker):
         groups = producer.groups(requests, GroupTerms(2), run_id="run", consumer="trainer")
         interrupted(lambda: next(groups))
         assert sorted(group.group_id for group in groups.open) == ["run-0", "run-1"]
+        groups.max_groups = 3
+        groups.set_pace(per_minute=60_000)
+        assert groups.max_groups == 3
         groups.cancel()
         first = next(groups)
         assert (first.dropped, groups.redelivered) == (Drop.CANCELLED, False)
@@ -95,6 +100,30 @@ def test_a_handle_of_what_another_process_submitted(settings, worker, make):
         producer.submit(make(1)[0])
     with SyncProducer(settings) as producer:
         assert producer.handle("r-0").result(10).completed
+
+
+def test_a_rollout_that_redis_forgot_is_submitted_again_by_who_waits_for_it(settings, idle_worker, make, monkeypatch):
+    monkeypatch.setattr("producer.results._BLOCK_MS", 20)
+    [request] = make(1)
+
+    def answer() -> None:
+        wait_until(lambda: idle_worker.client.exists(broker.PENDING), what="the rollout to wait again")
+        idle_worker.finish(RolloutResult.for_request(request, StopCondition.COMPLETED))
+
+    with SyncProducer(settings) as producer:
+        handle = producer.submit(request)
+        idle_worker.client.flushall()
+        again = threading.Thread(target=answer)
+        again.start()
+        assert handle.result(20).completed
+        again.join()
+        idle_worker.client.flushall()
+        assert handle.result(20).error is not None, "what was delivered once does not run again"
+        other = producer.submit(make(2)[1])
+        other.cancel()
+        idle_worker.client.flushall()
+        assert other.result(20).stop_condition is StopCondition.CANCELLED
+        assert producer.handle("r-9").result(20).error is not None, "nobody knows what it was"
 
 
 def test_a_group_says_how_it_ended(settings, worker):
