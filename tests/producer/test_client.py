@@ -196,10 +196,14 @@ def test_a_submission_whose_reply_was_lost_is_in_flight_for_those_who_iterate_on
             proxy.lose_reply_to = b"r-0"
             batch = await producer.submit_many(source())
             ids = []
-            with pytest.raises(FleetUnreachableError):  # before or after the result: two connections tell of them
+
+            async def take() -> None:
                 async for result in batch:
                     ids.append(result.rollout_id)
-            ids.extend([r.rollout_id async for r in batch])
+
+            with pytest.raises(FleetUnreachableError):  # before or after the result: two connections tell of them
+                await take()
+            await take()
             return ids, batch.counts
 
     ids, counts = asyncio.run(go())
