@@ -9,18 +9,19 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import orjson
-import zstandard
 
 from workers.gateway.server.answers import check_completion, ended_early, malformed, stream_failed, usage_counts
 from workers.gateway.server.dialects import Call, Dialect, Native, StreamTranslator
 from workers.gateway.server.dialects.chat import wants_usage
 from workers.gateway.server.errors import GatewayRefusal, UpstreamError
+from workers.gateway.server.packing import pack
 from workers.gateway.server.scan import scan_chunk
 from workers.gateway.server.streaming import DONE, CompletionAssembler, EventSplitter, event_data
 from workers.gateway.server.turns import Payload
 
-#: Bytes of a stream's chunks that are kept as they are; more are compressed, to a tenth.
-_BLOCK = 64 * 1024
+#: Bytes of a stream's chunks that are kept as they are; more are compressed, to a tenth. Small, because the streams of
+#: a batch come to the end of a block at one time, and the event loop has no time for all of them at once.
+_BLOCK = 16 * 1024
 #: No chunk is as short as this, and ``[DONE]`` is.
 _SHORT = 32
 
@@ -87,7 +88,7 @@ class Lines:
         self.count += 1
         self._size += len(data)
         if self._size > _BLOCK:
-            self._frames.append(zstandard.compress(b"\n".join([*self._lines, b""]), 1))
+            self._frames.append(pack(b"\n".join([*self._lines, b""])))
             self._lines, self._size = [], 0
 
     def payload(self) -> Payload:
@@ -95,7 +96,7 @@ class Lines:
         tail = b"\n".join(self._lines)
         if not self._frames:
             return Payload(tail, chunks=True)
-        return Payload(b"".join([*self._frames, zstandard.compress(tail, 1)]), chunks=True, packed=True)
+        return Payload(b"".join([*self._frames, pack(tail)]), chunks=True, packed=True)
 
 
 class ChatPassing:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
-import zstandard
 
+from workers.gateway.server.packing import pack, unpack
 from workers.gateway.server.tokens import Tokens
 
 Ids: TypeAlias = "array[int]"
@@ -129,12 +129,12 @@ def common_prefix(one: Ids, other: Ids) -> int:
 
 def packed(value: Any) -> bytes | None:
     """Return a JSON value as few bytes; None for None."""
-    return None if value is None else zstandard.compress(orjson.dumps(value), 1)
+    return None if value is None else pack(orjson.dumps(value))
 
 
 def unpacked(data: bytes | None) -> Any:
     """Undo `packed`."""
-    return None if data is None else orjson.loads(zstandard.decompress(data))
+    return None if data is None else orjson.loads(unpack(data))
 
 
 def _closest(streams: list[TokenStream], prompt: Ids) -> tuple[TokenStream | None, int]:

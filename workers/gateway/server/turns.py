@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-import zstandard
 
 from workers.gateway.server.answers import Message, answer_message, normalise
+from workers.gateway.server.packing import pack, unpack
 from workers.gateway.server.scan import completion_of, tolerant_loads
 from workers.gateway.server.streaming import CompletionAssembler
 from workers.gateway.server.tokens import TokenError, Tokens, counted_tokens, read_tokens
@@ -44,7 +44,7 @@ class Payload:
     @classmethod
     def of(cls, data: bytes) -> Payload:
         """Return a completion's payload, compressed if it is large."""
-        return cls(data) if len(data) < PACK_FROM else cls(zstandard.compress(data, 1), packed=True)
+        return cls(data) if len(data) < PACK_FROM else cls(pack(data), packed=True)
 
     def completion(self) -> dict[str, Any]:
         """Return it as a chat completion; raises `ValueError` when it cannot be read."""
@@ -59,9 +59,7 @@ class Payload:
         return assembler
 
     def _plain(self) -> bytes:
-        if not self.packed:
-            return self.data
-        return zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(self.data)
+        return unpack(self.data) if self.packed else self.data
 
 
 @dataclass(slots=True)
