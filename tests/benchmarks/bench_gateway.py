@@ -7,10 +7,11 @@ line whose ``load_cpu`` and ``model_cpu`` are well below 1 was not held up by th
 them share these: only ratios inside one run mean anything.
 
 ``calls``: rounds of ``direct``, ``ours``, ``journal`` (ours, with a journal) and ``peer`` in turn, at 32 clients and
-at 1. ``streams``: 1,000 streams of 50 tokens a second at a time, direct and through ours; the latency of a chunk is the
-time from the model server's write to the load generator's read. ``first``: the time from a request to a stream's first
-event, direct and through ours, one stream at a time. ``memory``: rollouts of 50 turns whose prompt grows to
-32k tokens. The peer is installed into a virtual environment at first use (``--venv``).
+at 1. ``streams``: 1,000 streams of 50 tokens a second at a time, direct and through ours, begun within ``--spread``
+seconds and then all at once; the latency of a chunk is the time from the model server's write to the load generator's
+read, and ``*_waited`` the share of the time in which a process could have run and no core was free. ``first``: the time
+from a request to a stream's first event, direct and through ours, one stream at a time. ``memory``: rollouts of 50
+turns whose prompt grows to 32k tokens. The peer is installed into a virtual environment at first use (``--venv``).
 """
 
 from __future__ import annotations
@@ -109,19 +110,30 @@ def peers_gateway(model_port: int, python: Path) -> Iterator[tuple[int, psutil.P
         yield port, process
 
 
-def load(mode: str, port: int, path: str, clients: int, calls: int = 1) -> dict[str, Any]:
+def load(mode: str, port: int, path: str, clients: int, calls: int = 1, spread: float = 0.0) -> dict[str, Any]:
     command = [sys.executable, str(PARTS / "load.py"), mode, "--port", str(port), "--path", path]
-    command += ["--clients", str(clients), "--calls", str(calls)]
+    command += ["--clients", str(clients), "--calls", str(calls), "--spread", str(spread)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     numbers: dict[str, Any] = json.loads(done.stdout)
     return numbers
 
 
-def measured(mode: str, target: Target, model: psutil.Process, clients: int, calls: int = 1) -> dict[str, Any]:
-    """Run a load, and tell the shares of a core that the model server and the gateway took."""
+def waited(process: psutil.Process) -> float:
+    """Return the seconds in which a process could have run, and something else did on all cores (Linux)."""
+    schedstat = Path(f"/proc/{process.pid}/schedstat")
+    return int(schedstat.read_text().split()[1]) / 1e9 if schedstat.exists() else 0.0
+
+
+def measured(
+    mode: str, target: Target, model: psutil.Process, clients: int, calls: int = 1, spread: float = 0.0
+) -> dict[str, Any]:
+    """Run a load, and tell the shares of a core that the model server and the gateway took, and lacked."""
     watched = {"model": model} | ({"gateway": target.process} if target.process else {})
     before = {name: sum(process.cpu_times()[:2]) for name, process in watched.items()}
-    numbers = load(mode, target.port, target.path, clients, calls)
+    lacked = {name: -waited(process) for name, process in watched.items()}
+    numbers = load(mode, target.port, target.path, clients, calls, spread)
+    for name, process in watched.items():
+        numbers[f"{name}_waited"] = round((lacked[name] + waited(process)) / numbers["seconds"], 3)
     used = {name: sum(process.cpu_times()[:2]) - before[name] for name, process in watched.items()}
     numbers["load_cpu"] = numbers.pop("load_cpu_share")
     numbers["model_cpu"] = round(used["model"] / numbers["seconds"], 3)
@@ -209,24 +221,26 @@ def compare(rounds: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
 def bench_streams(given: argparse.Namespace) -> None:
     """Measure slow streams, direct and through ours."""
     options = ["--tokens", str(given.tokens)]
-    found = {}
-    with model_server(*options) as (model_port, model):
-        direct = Target(model_port, "/v1/chat/completions")
-        found["direct"] = measured("streams", direct, model, given.streams)
-        report("gateway_streams", target="direct", streams=given.streams, **found["direct"])
-        with our_gateway(model_port, given.streams) as (port, process):
-            ours = Target(port, "/v1/rollouts/r-{n}/chat/completions", process)
-            found["ours"] = measured("streams", ours, model, given.streams)
-            report("gateway_streams", target="ours", streams=given.streams, **found["ours"])
-    report(
-        "gateway_streams_added",
-        p50_ms=found["ours"]["p50_ms"] - found["direct"]["p50_ms"],
-        p99_ms=found["ours"]["p99_ms"] - found["direct"]["p99_ms"],
-        required_p99_ms=20,
-        rss_mb=found["ours"]["gateway_rss_mb"],
-        required_rss_mb=400,
-        errors=found["ours"]["errors"],
-    )
+    with model_server(*options) as (model_port, model), our_gateway(model_port, given.streams) as (port, process):
+        targets = {
+            "direct": Target(model_port, "/v1/chat/completions"),
+            "ours": Target(port, "/v1/rollouts/r-{n}/chat/completions", process),
+        }
+        for spread in (given.spread, 0.0):
+            found = {}
+            for name, target in targets.items():
+                found[name] = measured("streams", target, model, given.streams, spread=spread)
+                report("gateway_streams", target=name, streams=given.streams, spread=spread, **found[name])
+            report(
+                "gateway_streams_added",
+                spread=spread,
+                p50_ms=found["ours"]["p50_ms"] - found["direct"]["p50_ms"],
+                p99_ms=found["ours"]["p99_ms"] - found["direct"]["p99_ms"],
+                required_p99_ms=20,
+                rss_mb=found["ours"]["gateway_rss_mb"],
+                required_rss_mb=400,
+                errors=found["ours"]["errors"],
+            )
 
 
 def bench_first(given: argparse.Namespace) -> None:
@@ -266,6 +280,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=3200, help="Calls in each; a fifth for the peer (3,200).")
     parser.add_argument("--streams", type=int, default=1000, help="Streams at once (1,000).")
     parser.add_argument("--tokens", type=int, default=500, help="Chunks of each stream (500).")
+    parser.add_argument("--spread", type=float, default=1.0, help="Seconds in which the streams begin (1).")
     parser.add_argument("--memory-rollouts", type=int, default=20, help="Rollouts whose memory is measured (20).")
     parser.add_argument("--no-peer", action="store_true", help="Leave the peer out.")
     parser.add_argument("--only", choices=["calls", "first", "streams", "memory"], help="One of them.")
