@@ -75,6 +75,7 @@ class Control:
                     pass
         except TimeoutError:
             pass
+        await _settle(rollout)
         if form == "compact":
             await exchange.json(rollout.compact())
         else:
@@ -82,13 +83,19 @@ class Control:
 
     async def progress(self, exchange: Exchange, rollout_id: str) -> None:
         """Answer how far the rollout has come: at once, also while a call is in flight, and without its trajectory."""
-        await exchange.json(self._recorder.get(rollout_id).progress())
+        rollout = self._recorder.get(rollout_id)
+        await _settle(rollout)
+        await exchange.json(rollout.progress())
+
+
+async def _settle(rollout: RecordedRollout) -> None:
+    """Make turns of what is kept as it came, and let other work go on while they are made."""
+    while rollout.settle_part():  # noqa: ASYNC110 - it is no waiting: each turn is work
+        await asyncio.sleep(0)
 
 
 async def _encoded(rollout: RecordedRollout) -> bytes:
     """Return a rollout's trajectory as JSON, and let other work go on while it is made."""
-    while rollout.settle_one():  # noqa: ASYNC110 - it is no waiting: each turn is work
-        await asyncio.sleep(0)
     whole = rollout.trajectory()
     steps, since = [], time.monotonic()
     for turn in whole["trajectory"]:

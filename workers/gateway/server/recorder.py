@@ -141,6 +141,12 @@ class RecordedRollout:
         while self.settle_one():
             pass
 
+    def settle_part(self) -> bool:
+        """Do a millisecond or so of `settle`; return whether there was anything to do."""
+        if self._pending and self._pending[0].read_part():
+            return True
+        return self.settle_one()
+
     def settle_one(self) -> bool:
         """Make a turn of the oldest of them; return whether there was one."""
         if not self._pending:

@@ -12,6 +12,7 @@ reasoning), its tokens are others for the same messages (``retokenised``), or it
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from workers.gateway.server.tokenstore import TokenSpan, TokenStore, TokenStream
 
 #: Bytes from which what waits to become a turn is kept compressed.
 PACK_FROM = 64 * 1024
+#: Chunks of a stream that are read at a time: half a millisecond.
+_SLICE = 100
 #: What a message is told apart by when conversations are compared: reasoning is often left out of a history.
 _KIN = ("role", "name", "tool_calls", "tool_call_id")
 
@@ -52,11 +55,18 @@ class Payload:
 
     def assembled(self) -> CompletionAssembler:
         """Return what puts the chunks together, with all of them in it; raises `ValueError`."""
+        *_, assembler = self.assembling()
+        return assembler
+
+    def assembling(self) -> Iterator[CompletionAssembler]:
+        """Do what `assembled` does, a slice at each step."""
         assembler = CompletionAssembler()
-        for line in self._plain().split(b"\n"):
+        for count, line in enumerate(self._plain().split(b"\n"), 1):
             if line:
                 assembler.add(tolerant_loads(line))
-        return assembler
+            if count % _SLICE == 0:
+                yield assembler
+        yield assembler
 
     def _plain(self) -> bytes:
         return unpack(self.data) if self.packed else self.data
@@ -72,6 +82,28 @@ class Answered:
     answer_id: str | None = None
     partial: bool = False
     size: int = 0  # bytes of both, about
+    _reading: Iterator[CompletionAssembler] | None = None
+    _read: CompletionAssembler | None = None
+
+    def read_part(self) -> bool:
+        """Read a part of a long stream ahead; return whether there is more of it to read."""
+        if not self.answer.chunks:
+            return False
+        self._reading = self._reading or self.answer.assembling()
+        try:
+            self._read = next(self._reading)
+        except StopIteration:
+            return False
+        except ValueError:
+            self._reading = self._read = None  # `completion` will tell what is wrong with it
+            return False
+        return True
+
+    def completion(self) -> dict[str, Any]:
+        """Return the answer as a chat completion; raises `ValueError` when it cannot be read."""
+        while self.read_part():
+            pass
+        return self._read.completion() if self._read else self.answer.completion()
 
 
 @dataclass(slots=True)
@@ -172,7 +204,7 @@ class Turns:
 
     def _read(self, turn: Turn, answered: Answered) -> Tokens | None:
         try:
-            completion = answered.answer.completion()
+            completion = answered.completion()
             choice = completion["choices"][0]
             turn.completion = answer_message(choice["message"])
         except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -29,7 +29,7 @@ async def settle_when_idle(recorder: Recorder) -> None:
             await asyncio.sleep(0)
             if loop.time() - asked > _IDLE_LAG:
                 break
-            rollout.settle_one()
+            rollout.settle_part()
 
 
 async def keep_tidy(recorder: Recorder, journal: Journal | None) -> None:
