@@ -5,6 +5,7 @@ Where the answers' words do not matter, the model server is another gateway, whi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ class Speaker:
     def __init__(self, model: Any) -> None:
         self.model = type(model)()
         self.answer: Any = b""
+        self.before: Callable[[], object] = lambda: None
         for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
             self.model.app.router.routes.append(Route(path, self._answer, methods=["POST"]))
 
@@ -96,6 +98,7 @@ class Speaker:
         body = await request.json()
         self.model.requests.append(body)
         self.model.headers.append(dict(request.headers))
+        await asyncio.to_thread(self.before)
         if isinstance(self.answer, list):
             return self.model.events(self.answer)
         return Response(self.answer, media_type="application/json")
@@ -323,6 +326,30 @@ def test_each_upstream_is_asked_in_what_it_speaks(
     for rollout in rollouts:
         asked.add("native" in served.trajectory(rollout)["trajectory"][0]["extras"])
     assert asked == {True, False}
+
+
+def test_a_data_parallel_engine_is_told_the_rank_in_its_own_dialect_too(
+    gateway_with: Callable[..., Any], speaker: Speaker, serve: Callable[[Any], Any], api: Api
+) -> None:
+    url = serve(speaker.model.app).url
+    served = gateway_with(upstream=url, native=["responses", "messages"], data_parallel_size=2, ask_tokens=False)
+    speaker.answer = orjson.dumps({"output": [], "content": [], "status": "completed"})
+    held = threading.Event()
+    speaker.before = lambda: held.wait(20)
+    rollouts = [served.register(), served.register()]
+    threads = [threading.Thread(target=call, args=(served, each, api, api.first())) for each in rollouts]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        wait_until(lambda number=number: len(speaker.model.headers) == number)
+    held.set()
+    for thread in threads:
+        thread.join(20)
+    ranks = [each["x-data-parallel-rank"] for each in speaker.model.headers]
+    assert sorted(ranks) == ["0", "1"]  # the second rollout's rank is the one with nothing to do
+    for rollout in rollouts:
+        assert call(served, rollout, api, api.first()).status_code == 200
+        assert served.trajectory(rollout)["trajectory"][1]["extras"]["native"] is True
+    assert [each["x-data-parallel-rank"] for each in speaker.model.headers[2:]] == ranks  # and stays its own
 
 
 def test_parameters_in_chats_own_shape_make_it_a_chat_call(passing: Any, model: Any, inner: str, api: Api) -> None:
