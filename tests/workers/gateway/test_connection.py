@@ -123,3 +123,46 @@ def test_a_silent_server_is_given_up() -> None:
             await connection.send(b"request").head()
 
     asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+def test_a_second_answer_to_one_request_is_not_mixed_into_the_first() -> None:
+    async def body() -> None:
+        connection = Connection(asyncio.get_running_loop(), 20)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        answer = connection.send(b"request")
+        connection.data_received(whole(b"first") + whole(b"second", b"500 No"))
+        await asyncio.wait_for(answer.head(), 20)
+        assert (answer.status, answer.body()) == (200, b"first")
+        assert not connection.release()
+
+    asyncio.run(body())
+
+
+def test_an_answer_that_nobody_asked_for_is_not_the_next_requests() -> None:
+    async def body() -> None:
+        connection = Connection(asyncio.get_running_loop(), 20)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        answer = connection.send(b"request")
+        connection.data_received(whole(b"first"))
+        await asyncio.wait_for(answer.head(), 20)
+        assert connection.release()
+        connection.data_received(b"HTTP/1.1 200 OK\r\n")
+        assert connection.closed
+
+    asyncio.run(body())
+
+
+def test_a_server_that_switches_protocols_is_dropped_with_a_word() -> None:
+    async def body() -> None:
+        connection = Connection(asyncio.get_running_loop(), 20)
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        answer = connection.send(b"request")
+        connection.data_received(b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        with pytest.raises(DroppedError, match="another protocol"):
+            await asyncio.wait_for(answer.head(), 20)
+
+    asyncio.run(body())

@@ -46,6 +46,10 @@ class DroppedError(Exception):
         self.unanswered = unanswered
 
 
+class StrayError(Exception):
+    """An answer came that nobody asked for."""
+
+
 class SilentError(Exception):
     """Nothing came for as long as the caller wanted to wait."""
 
@@ -232,9 +236,11 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._pass_bodies()
-            self.abort(DroppedError(f"its answer is no HTTP: {error}", unanswered=False))
+            is_upgrade = isinstance(error, httptools.HttpParserUpgrade)
+            reason = "it switches to another protocol" if is_upgrade else f"its answer is no HTTP: {error}"
+            self.abort(DroppedError(reason, unanswered=False))
         else:
             self._pass_bodies()
 
@@ -259,6 +265,10 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(left, self._look)
 
     # -- what httptools calls --------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:  # noqa: D102
+        if self._answer is None or self._answer.ended:
+            raise StrayError  # it would be taken for the next call's answer, or for more of this one's
 
     def on_status(self, status: bytes) -> None:  # noqa: D102
         self._count(status)
