@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,23 @@ def test_calls_are_held_while_the_weights_change_and_their_steps_name_the_versio
         assert chat.result(20).status_code == 200
     assert paused.trajectory(rollout)["trajectory"][0]["extras"] == {"policy_version": "step-7"}
     shared[2].app.state.gate.version = None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_held_call_of_a_rollout_that_is_cancelled_is_not_made(
+    paused: Any, model: Any, shared: Any, stream: bool
+) -> None:
+    """After an update of the weights those that are too old are cancelled: their calls would be spent on nobody."""
+    rollout = paused.register()
+    with ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(paused.chat, rollout, stream=stream)
+        wait_until(shared[2].app.state.recorder.get(rollout).lock.locked, what="the call to be held")
+        paused.post(f"/v1/rollouts/{rollout}/cancel")
+        paused.post("/admin/resume")
+        answer = chat.result(20)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    assert model.requests == []
+    assert paused.trajectory(rollout)["failed_calls"] == 0
 
 
 def test_a_call_under_which_the_weights_changed_names_both_versions(
@@ -112,6 +130,14 @@ def test_admin_and_metrics_are_not_there_under_a_tunnels_host_name(gateway: Any)
             answer = gateway.request(method, path, headers={"host": host})
             assert answer.status_code == 404, (host, path)
         assert gateway.get("/healthz", headers={"host": host}).status_code == 200
+
+
+def test_a_second_host_name_does_not_open_what_the_first_may_not(gateway: Any) -> None:
+    for hosts in (["127.0.0.1", "t-1.example.com"], ["t-1.example.com", "127.0.0.1"]):
+        with socket.create_connection((gateway.base_url.host, gateway.base_url.port), timeout=20) as made:
+            lines = "".join(f"host: {host}\r\n" for host in hosts)
+            made.sendall(f"GET /metrics HTTP/1.1\r\n{lines}\r\n".encode())
+            assert made.recv(65536).startswith(b"HTTP/1.1 404"), hosts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -31,6 +32,24 @@ def received(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+def trickled(connection: socket.socket) -> bytes:
+    """Send a byte now and then until the gateway closes, and return what it said."""
+    said = b""
+    connection.settimeout(0.02)
+    for _ in range(1000):
+        try:
+            connection.sendall(b"x")
+            part = connection.recv(65536)
+        except TimeoutError:
+            continue
+        except OSError:  # whichever way the system tells that the other side is closed
+            return said
+        if not part:
+            return said
+        said += part
+    raise AssertionError("the gateway still waits")
 
 
 def test_a_head_that_never_ends_is_cut_off(connection: socket.socket) -> None:
@@ -81,6 +100,44 @@ def test_a_body_that_does_not_come_is_given_up(
         assert received(slow).startswith(b"HTTP/1.1 408")
     assert model.requests == []
     assert gateway.chat(rollout).status_code == 200
+
+
+def test_a_body_that_trickles_in_is_given_up(
+    gateway_with: Callable[..., Any], model: Any, model_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.gateway.server.exchange.BODY_DEADLINE", 0.3)
+    gateway = gateway_with(upstream=model_url)
+    rollout = gateway.register()
+    with socket.create_connection((gateway.base_url.host, gateway.base_url.port), timeout=20) as slow:
+        head = f"POST /v1/rollouts/{rollout}/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: 100000\r\n\r\n"
+        slow.sendall(head.encode())
+        assert trickled(slow).startswith(b"HTTP/1.1 408")
+    assert model.requests == []
+
+
+def test_the_body_of_a_refused_request_is_not_waited_for_without_end(
+    gateway_with: Callable[..., Any], model_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has no key, too, could hold a connection for ever with a byte a minute."""
+    monkeypatch.setattr(GuardedProtocol, "head_timeout", 0.2)
+    gateway = gateway_with(upstream=model_url)
+    with socket.create_connection((gateway.base_url.host, gateway.base_url.port), timeout=20) as slow:
+        slow.sendall(b"POST /v1/rollouts/none/cancel HTTP/1.1\r\nhost: g\r\ncontent-length: 1000000000\r\n\r\n")
+        assert trickled(slow).startswith(b"HTTP/1.1 404")
+
+
+def test_a_refused_request_whose_body_comes_keeps_its_connection(
+    gateway_with: Callable[..., Any], model_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GuardedProtocol, "head_timeout", 0.2)
+    gateway = gateway_with(upstream=model_url)
+    with socket.create_connection((gateway.base_url.host, gateway.base_url.port), timeout=20) as made:
+        made.sendall(b"POST /v1/rollouts/none/cancel HTTP/1.1\r\nhost: g\r\ncontent-length: 4\r\n\r\n{")
+        assert made.recv(65536).startswith(b"HTTP/1.1 404")
+        made.sendall(b"   ")
+        assert not select.select([made], [], [], 0.5)[0]  # longer than it would be waited for
+        made.sendall(b"GET /healthz HTTP/1.1\r\nhost: g\r\n\r\n")
+        assert made.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_a_request_of_20_megabytes_passes_whole(gateway: Any, model: Any) -> None:

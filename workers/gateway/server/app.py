@@ -244,7 +244,8 @@ class GatewayApp:
         if route is None:
             raise GatewayRefusal(404, "Not Found")
         if exchange.path.startswith(("/admin", "/metrics")):
-            if not is_inner_host(exchange.header(b"host"), self.state.inner_hosts):
+            hosts = [str(value, "latin-1") for name, value in exchange.scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not is_inner_host(hosts[0], self.state.inner_hosts):
                 raise GatewayRefusal(404, "Not Found")
             if exchange.path != "/metrics":
                 self._check_control_key(exchange)

@@ -92,9 +92,14 @@ class ModelCall:
         await exchange.answer(200, answer)
 
     async def allowed(self) -> None:
-        """Wait until a weight update is over, and note the policy version that the call is sampled under."""
+        """Wait until a weight update is over, and note the policy version that the call is sampled under.
+
+        Raises `GatewayRefusal`: 503 when that takes too long, 409 when the rollout was cancelled meanwhile.
+        """
         gate = self.core.gate
-        await gate.passed()
+        if gate.is_paused:
+            await gate.passed()
+            self.rollout.refuse_if_over()  # those that are too old for the new weights were cancelled meanwhile
         if gate.version is not None:
             self.extras["policy_version"] = gate.version
 

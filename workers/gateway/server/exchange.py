@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -15,6 +16,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+#: Seconds that a request's body may take in all: 100 kB/s for the largest.
+BODY_DEADLINE = 300.0
 _JSON = (b"content-type", b"application/json")
 
 
@@ -58,7 +61,7 @@ class Exchange:
         """Read the request's body.
 
         Raises `GatewayRefusal`: 413 as soon as it is known to exceed ``limit`` bytes, 408 when nothing of it came for
-        ``timeout`` seconds. Raises `ClientGoneError`.
+        ``timeout`` seconds, or not all of it in ``BODY_DEADLINE``. Raises `ClientGoneError`.
         """
         declared = self.header(b"content-length") or ""
         if declared.isdecimal() and int(declared) > limit:
@@ -69,12 +72,14 @@ class Exchange:
             if len(whole) > limit:
                 raise too_large(limit)
             return whole
-        parts = bytearray(message.get("body", b""))
+        parts, end = bytearray(message.get("body", b"")), time.monotonic() + BODY_DEADLINE
         while message.get("more_body"):
             message = await self._part(timeout)
             parts += message.get("body", b"")
             if len(parts) > limit:
                 raise too_large(limit)
+            if time.monotonic() > end:
+                raise _too_slow(f"The request's body did not come within {BODY_DEADLINE:g} s.")
         return bytes(parts)
 
     async def is_gone(self) -> bool:
@@ -124,8 +129,11 @@ class Exchange:
             async with asyncio.timeout(timeout):
                 message = await self.receive()
         except TimeoutError:
-            reason = f"Nothing of the request's body came for {timeout:g} s."
-            raise GatewayRefusal(408, reason, headers={"connection": "close"}) from None
+            raise _too_slow(f"Nothing of the request's body came for {timeout:g} s.") from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         return message
+
+
+def _too_slow(reason: str) -> GatewayRefusal:
+    return GatewayRefusal(408, reason, headers={"connection": "close"})

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with limits on a request's head, and a short way to write a stream's parts.
 
 uvicorn has no limit on a head's size, nor on how long a client may take to send it: one that sends a header line a
-minute keeps its connection for ever, and one that never ends its header fills the memory.
+minute keeps its connection for ever, and one that never ends its header fills the memory. Nor does it limit the time
+that it reads, and throws away, the body of a request that was refused.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ _CYCLE = "rollouts.cycle"
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Closes connections whose request's head is too large or takes too long."""
+    """Closes connections whose request's head is too large or takes too long, or a refused request's body does."""
 
     head_timeout = HEAD_TIMEOUT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_head = True
+        self._in_body = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
         super().connection_made(transport)
@@ -54,10 +56,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_headers_complete(self) -> None:  # noqa: D102
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._in_body, self._head_bytes = False, True, 0
         self._forget_timer()
         super().on_headers_complete()
         self.scope[_CYCLE] = self.cycle  # type: ignore[literal-required]
+
+    def on_message_complete(self) -> None:  # noqa: D102
+        super().on_message_complete()
+        self._in_body = False
+        self._forget_timer()
+
+    def on_response_complete(self) -> None:  # noqa: D102
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete:  # not of an earlier request of the same connection
+            self._timer = self.loop.call_later(self.head_timeout, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
         self._forget_timer()
@@ -65,16 +77,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
-        self._head_timer = self.loop.call_later(self.head_timeout, self._give_up)
+        self._timer = self.loop.call_later(self.head_timeout, self._give_up)
 
     def _give_up(self) -> None:
-        if self._in_head and not self.transport.is_closing():
+        if (self._in_head or self._in_body) and not self.transport.is_closing():
             self.transport.close()
 
     def _forget_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def direct_writer(scope: Any) -> Callable[[bytes], bool] | None:

@@ -255,7 +255,7 @@ class RecordedRollout:
 
     async def enter(self) -> None:
         """Wait until no other call of this rollout runs; raises `GatewayRefusal`."""
-        self._refuse_if_over()
+        self.refuse_if_over()
         if self.lock.locked():
             if self._waiting >= MAX_WAITING:
                 raise busy(f"{MAX_WAITING} calls of this rollout wait already; they are made one at a time.", 1.0)
@@ -267,7 +267,7 @@ class RecordedRollout:
         else:
             await self.lock.acquire()
         try:
-            self._refuse_if_over()  # again: it may have ended while this call waited for its predecessor
+            self.refuse_if_over()  # again: it may have ended while this call waited for its predecessor
             self._abort = asyncio.timeout(None)
             await self._abort.__aenter__()
         except BaseException:
@@ -292,7 +292,8 @@ class RecordedRollout:
                 raise
             raise not_found(self.id) from None
 
-    def _refuse_if_over(self) -> None:
+    def refuse_if_over(self) -> None:
+        """Raise `GatewayRefusal` unless further calls may be made."""
         if self._forgotten:
             raise not_found(self.id)
         if self.status is not RolloutStatus.ACTIVE:
