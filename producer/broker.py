@@ -1,6 +1,6 @@
 """What both sides must agree on in Redis: queue and task names, keys, encodings, and Celery's configuration.
 
-Every Redis key, queue name and time-to-live of the project stands here and nowhere else.
+Every Redis key, queue name and time-to-live of the project stands here or in `producer.queues`, and nowhere else.
 
 A rollout in Redis is three things. Its *record* (a hash) is the truth. A Celery *message* in the queue's list is only
 a wake-up call that carries the rollout's id. Its *result* is in Celery's result backend, and its end is announced by an
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -32,10 +32,11 @@ from kombu.utils.json import dumps as kombu_dumps
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from producer import queues
 from producer.contract import RolloutRequest, RolloutResult
+from producer.queues import PREFIX
 
-# queues and tasks
-QUEUE = "rollouts"
+# tasks, and the queues that are not for rollouts
 MAINTENANCE_QUEUE = "rollouts.maintenance"
 HEALTH_QUEUE = "rollouts.health"  #: a fanout: every worker process is sent each of its messages
 RUN_ROLLOUT = "rollouts.run"
@@ -43,30 +44,25 @@ SWEEP = "rollouts.sweep"
 CHECK_TUNNELS = "rollouts.check_tunnels"
 SWEEP_ORPHANS = "rollouts.sweep_orphans"
 
-#: kombu's Redis transport keeps one list per priority step; 0 is served first.
-PRIORITY_STEPS = (0, 3, 6, 9)
-_PRIORITY_SEPARATOR = "\x06\x16"
-
 # keys
-_PREFIX = "rollouts:"
-PENDING = _PREFIX + "pending"  #: sorted set of rollout ids waiting for a worker, scored by queue list and time (ms)
-DELAYED = _PREFIX + "delayed"  #: sorted set of rollout ids that wait for a due time (ms) before they are sent again
-RUNNING = _PREFIX + "running"  #: sorted set of rollout ids that hold a lease, scored by when it lapses (ms)
-CANCELS = _PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
-WORKERS = _PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
-SWEPT = _PREFIX + "swept"  #: lock with an expiry that keeps the fleet to one sweep per interval
-LEDGER = _PREFIX + "ledger"  #: hash of "ID ATTEMPT" to JSON: attempts that are over and may have left something behind
-STRAYS = _PREFIX + "strays"  #: how many things of no attempt the last look could not delete, by kind
-ORPHANS_SWEPT = _PREFIX + "orphans-swept"  #: as `SWEPT`, for clearing the ledger
-LABELS_SWEPT = _PREFIX + "labels-swept"  #: as `SWEPT`, for the look by label
-FLEET_ID = _PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all that it creates
-VERSIONS = _PREFIX + "versions"  #: sorted set of unfinished rollouts that can become stale, scored by policy version
-POLICY = _PREFIX + "policy"  #: hash of version, steps (max_off_policy_steps), on_stale: what the trainer trains now
-LIMITS = _PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) to how many rollouts may hold it
-PLACES = _PREFIX + "places"  #: set of the places that somebody holds or waits for
-LANES = _PREFIX + "lanes"  #: hash of served: how many rollouts were claimed, for the share of the later lists
-DELTAS = _PREFIX + "deltas:"  #: + batch id: stream of what running episodes send to their door before they end
-UNCLAIMED = _PREFIX + "unclaimed:"  #: + batch id: set of rollout ids whose client was not there to be answered
+QUEUE, PRIORITY_STEPS = queues.QUEUE, queues.PRIORITY_STEPS
+queue_key, queue_keys, pending_base, step_of = queues.queue_key, queues.queue_keys, queues.pending_base, queues.step_of
+PENDING, DELAYED, RUNNING = queues.pending_key(), queues.delayed_key(), queues.running_key()  #: of the default queue
+CANCELS = PREFIX + "cancels"  #: stream of rollout ids whose running attempt is to be cancelled
+WORKERS = PREFIX + "workers"  #: sorted set of worker names, scored by when their last report expires (ms)
+SWEPT = PREFIX + "swept"  #: lock with an expiry that keeps the fleet to one sweep per interval
+LEDGER = PREFIX + "ledger"  #: hash of "ID ATTEMPT" to JSON: attempts that are over and may have left something behind
+STRAYS = PREFIX + "strays"  #: how many things of no attempt the last look could not delete, by kind
+ORPHANS_SWEPT = PREFIX + "orphans-swept"  #: as `SWEPT`, for clearing the ledger
+LABELS_SWEPT = PREFIX + "labels-swept"  #: as `SWEPT`, for the look by label
+FLEET_ID = PREFIX + "fleet-id"  #: this fleet's identity, in the labels of all that it creates
+VERSIONS = PREFIX + "versions"  #: sorted set of unfinished rollouts that can become stale, scored by policy version
+POLICY = PREFIX + "policy"  #: hash of version, steps (max_off_policy_steps), on_stale: what the trainer trains now
+LIMITS = PREFIX + "limits"  #: hash of a place (``env:NAME``, ``gateway:URL``) to how many rollouts may hold it
+PLACES = PREFIX + "places"  #: set of the places that somebody holds or waits for
+LANES = PREFIX + "lanes"  #: hash of a queue to how many of its rollouts were claimed, for the share of its later lists
+DELTAS = PREFIX + "deltas:"  #: + batch id: stream of what running episodes send to their door before they end
+UNCLAIMED = PREFIX + "unclaimed:"  #: + batch id: set of rollout ids whose client was not there to be answered
 EVENTS_KEPT = 10_000  #: entries kept in the cancel stream, about
 ANSWER_TTL = 60  #: seconds for which the answers to a question are kept
 
@@ -98,64 +94,65 @@ def job_key(rollout_id: str) -> str:
 
     Where the request asks for it there are ``policy`` (its version, of one that can become stale), ``places`` (what it
     holds while it runs, of what may be limited), ``gateways`` (those it may use) and ``gateway`` (the one it uses), and
-    ``parked`` (its wake-up message, while it waits for a place).
+    ``parked`` (its wake-up message, while it waits for a place). One of another queue than the default one has
+    ``queue``.
     """
-    return f"{_PREFIX}job:{rollout_id}"
+    return f"{PREFIX}job:{rollout_id}"
 
 
 def stream_key(batch_id: str) -> str:
     """Key of a batch's stream of completions; entries are ``{id, outcome}``."""
-    return f"{_PREFIX}batch:{batch_id}"
+    return f"{PREFIX}batch:{batch_id}"
 
 
 def tombstone_key(batch_id: str) -> str:
     """Key that stands while a batch or group accepts no further rollout: it was cancelled for good."""
-    return f"{_PREFIX}tombstone:{batch_id}"
+    return f"{PREFIX}tombstone:{batch_id}"
 
 
 def consumer_key(batch_id: str, consumer: str) -> str:
     """Key of what a named consumer of a batch has taken, a hash of ``generation, position, hand, delivered``."""
-    return f"{_PREFIX}consumer:{batch_id}:{consumer}"
+    return f"{PREFIX}consumer:{batch_id}:{consumer}"
 
 
 def taken_key(batch_id: str, consumer: str) -> str:
     """Key of the set of rollout ids that a named consumer of a batch that it submits itself has acknowledged."""
-    return f"{_PREFIX}taken:{batch_id}:{consumer}"
+    return f"{PREFIX}taken:{batch_id}:{consumer}"
 
 
 def place_key(place: str) -> str:
     """Key of the set of rollout ids that hold a limited place: those that run, and one that was just woken for it."""
-    return f"{_PREFIX}place:{place}"
+    return f"{PREFIX}place:{place}"
 
 
 def parked_key(place: str) -> str:
     """Key of the sorted set of rollout ids that wait for a place, scored by when they were submitted (ms)."""
-    return f"{_PREFIX}parked:{place}"
+    return f"{PREFIX}parked:{place}"
 
 
 def group_key(group_id: str) -> str:
     """Key of the gateway that the members of a group share, a string."""
-    return f"{_PREFIX}group:{group_id}"
+    return f"{PREFIX}group:{group_id}"
 
 
 def answer_key(token: str) -> str:
     """Key of the list of workers' answers to one question, with an expiry."""
-    return f"{_PREFIX}answer:{token}"
+    return f"{PREFIX}answer:{token}"
 
 
 def worker_key(worker: str) -> str:
     """Key of a worker process's last report, as JSON, with an expiry."""
-    return f"{_PREFIX}worker:{worker}"
+    return f"{PREFIX}worker:{worker}"
 
 
 def worker_runs_key(worker: str) -> str:
     """Key of what a worker process runs, with an expiry: JSON of rollout id to attempt, phase and when it began (s)."""
-    return f"{_PREFIX}worker-runs:{worker}"
+    return f"{PREFIX}worker-runs:{worker}"
 
 
 def throttle_key(name: str) -> str:
     """Key of the fleet's token bucket for ``name``, a hash with an expiry."""
-    return f"{_PREFIX}throttle:{name}"
+    return f"{PREFIX}throttle:{name}"
 
 
 def result_key(rollout_id: str) -> str:
@@ -163,33 +160,7 @@ def result_key(rollout_id: str) -> str:
     return f"celery-task-meta-{rollout_id}"
 
 
-def step_of(priority: int) -> int:
-    """Return the one of `PRIORITY_STEPS` under which a priority (0 to 9) is queued."""
-    return max(step for step in PRIORITY_STEPS if step <= priority)
-
-
-def queue_key(priority: int, queue: str = QUEUE) -> str:
-    """Key of the Redis list in which kombu's transport keeps the queue's messages of ``priority`` (0 to 9)."""
-    step = step_of(priority)
-    return f"{queue}{_PRIORITY_SEPARATOR}{step}" if step else queue
-
-
 _USES_MOVES = "-- uses moves.lua"
-
-#: Distance between the scores in `PENDING` of two of the queue's lists: the n-th list's rollouts are scored
-#: ``n * LIST_SPAN + milliseconds``, so that those of one list are a range, in the order in which they are served. One
-#: that was put to the front of its list has no time.
-LIST_SPAN = 10**14
-
-
-def pending_base(priority: int) -> int:
-    """Return the score in `PENDING` with which the rollouts of the list for ``priority`` begin."""
-    return PRIORITY_STEPS.index(step_of(priority)) * LIST_SPAN
-
-
-def queue_keys(queue: str = QUEUE) -> list[str]:
-    """Return the keys of all of the queue's lists, the first served first."""
-    return [queue_key(step, queue) for step in PRIORITY_STEPS]
 
 
 def acl_rule(redis_url: str = "") -> str:
@@ -229,28 +200,27 @@ def script(package: str, name: str) -> str:
 
 def _lua_keys() -> str:
     names = {
-        **{"pending": PENDING, "delayed": DELAYED, "running": RUNNING, "cancels": CANCELS, "versions": VERSIONS},
-        **{"policy": POLICY, "limits": LIMITS, "places": PLACES, "lanes": LANES, "job": job_key("")},
-        **{"place": place_key(""), "parked": parked_key(""), "tombstone": tombstone_key(""), "group": group_key("")},
-        "stream": stream_key(""),
+        **{"cancels": CANCELS, "versions": VERSIONS, "policy": POLICY, "limits": LIMITS, "places": PLACES},
+        **{"lanes": LANES, "job": job_key(""), "place": place_key(""), "parked": parked_key("")},
+        **{"tombstone": tombstone_key(""), "group": group_key(""), "stream": stream_key(""), "mark": WakeUp.MARK},
     }
-    keys = "".join(f"{name} = {_lua_string(key)}, " for name, key in names.items())
-    lists = "".join(f"{{{step}, {_lua_string(queue_key(step))}, {pending_base(step)}}}, " for step in PRIORITY_STEPS)
-    return f"local KEY = {{{keys}}}\nlocal LISTS = {{{lists}}}\n"
+    keys = ", ".join(f"{name} = {queues.lua_string(key)}" for name, key in names.items())
+    return f"local KEY = {{{keys}}}\n{queues.lua_tables()}"
 
 
-def _lua_string(text: str) -> str:
-    return '"' + "".join(f"\\{ord(c):03d}" if c in '"\\' or ord(c) < ord(" ") else c for c in text) + '"'
+#: The names of what `record_fields` returns.
+RECORD_FIELDS = ("policy", "places", "gateways", "shares", "queue")
 
 
-def record_fields(request: RolloutRequest) -> tuple[str, str, str, str]:
-    """Return the ``policy``, ``places``, ``gateways`` and ``shares`` of a request's record; "" for what it has not."""
+def record_fields(request: RolloutRequest) -> tuple[str, str, str, str, str]:
+    """Return the `RECORD_FIELDS` of a request's record; "" for what it has not."""
     policy = str(request.policy_version) if request.may_become_stale else ""
     places = f"env:{'_'.join(request.environment.split()) or '_'}"
     if request.gateway_url:
         places += f" gateway:{request.gateway_url}"
     shares = request.group_id if request.share_gateway and request.gateway_urls else None
-    return policy, places, " ".join(request.gateway_urls), shares or ""
+    queue = "" if request.queue == QUEUE else request.queue
+    return policy, places, " ".join(request.gateway_urls), shares or "", queue
 
 
 # -- encodings ---------------------------------------------------------------------------------------------------------
@@ -329,7 +299,7 @@ def celery_config(redis_url: str) -> dict[str, Any]:
         "result_backend_always_retry": True,
         "result_backend_max_sleep_between_retries_ms": 1000,
         "task_default_queue": QUEUE,
-        "task_queues": [Queue(QUEUE), Queue(MAINTENANCE_QUEUE)],
+        "task_queues": [Queue(QUEUE), Queue(MAINTENANCE_QUEUE)],  # a producer's; a worker's are in its settings
         "task_routes": {SWEEP: {"queue": MAINTENANCE_QUEUE}, SWEEP_ORPHANS: {"queue": MAINTENANCE_QUEUE}},
         "task_acks_late": False,
         "task_track_started": False,
@@ -345,7 +315,8 @@ def celery_config(redis_url: str) -> dict[str, Any]:
         | {
             "visibility_timeout": 300,
             "priority_steps": list(PRIORITY_STEPS),
-            "queue_order_strategy": "priority",
+            # One that serves several queues takes from each in turn, and by priority within each.
+            "queue_order_strategy": "round_robin",
             # With it redis-py reconnects by itself, also within the read that Celery's thread waits in: kombu hears of
             # no loss, subscribes to nothing and asks for no message, and the worker is deaf from then on.
             "retry_on_timeout": False,
@@ -371,7 +342,9 @@ class WakeUp:
 
     _template: str
     _ID = "__rollout_id__"
-    _TAG = "__delivery_tag__"
+    _TAG = ":delivery_tag:"  # no id holds these
+    #: Stands for the name of the queue where a script fills it in.
+    MARK: ClassVar[str] = ":queue:"
 
     @classmethod
     def for_app(cls, app: Celery, priority: int) -> WakeUp:
@@ -386,11 +359,16 @@ class WakeUp:
                 )
             rendered = channel._get(queue.name)
             channel.queue_delete(queue.name)
-        rendered["properties"]["delivery_info"] = {"exchange": "", "routing_key": QUEUE}
+        rendered["properties"]["delivery_info"] = {"exchange": "", "routing_key": cls.MARK}
         rendered["properties"]["delivery_tag"] = cls._TAG
         return cls(orjson.dumps(rendered).decode())
 
-    def render(self, rollout_id: str) -> bytes:
-        """Return the message for ``rollout_id``, as kombu's Redis transport keeps it in the queue's list."""
+    def render(self, rollout_id: str, queue: str | None = QUEUE) -> bytes:
+        """Return the message for ``rollout_id``, as kombu's Redis transport keeps it in a list of its ``queue``.
+
+        The name in it is where kombu puts a message back. None leaves the `MARK` to a script that knows the queue.
+        """
+        name = self.MARK if queue is None else queues.celery_name(queue)
         # A delivery tag of its own for each message: kombu files unacknowledged messages under it.
-        return self._template.replace(self._ID, rollout_id).replace(self._TAG, uuid.uuid4().hex).encode()
+        text = self._template.replace(self._ID, rollout_id).replace(self._TAG, uuid.uuid4().hex)
+        return text.replace(self.MARK, name).encode()

@@ -77,6 +77,9 @@ def run(
     run_command: Annotated[str | None, typer.Option(help="Agent's command, for tasks that give none.")] = None,
     image: Annotated[str | None, typer.Option(help="Sandbox image, for tasks that name none.")] = None,
     gateway_url: Annotated[str | None, typer.Option(help="Rollout gateway, for tasks that name none.")] = None,
+    queue: Annotated[
+        str | None, typer.Option(help="Queue of the workers that are to run tasks that name none.")
+    ] = None,
     max_in_flight: Annotated[int | None, typer.Option(min=1, help="Rollouts in Redis at one time.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Agent's seconds, for tasks that set none.")] = None,
     redis_url: RedisUrl = None,
@@ -111,7 +114,7 @@ def run(
         bad_usage("--resume and --overwrite exclude each other")
     with problems_end_it():
         settings = read_settings(redis_url)
-        defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout)
+        defaults = TaskDefaults(model, environment, run_command, image, gateway_url, timeout, queue)
         defaults.check()
         mapping = ColumnMapping(maps or (), template)
         if tasks is not None and harbor is None and agent is None:

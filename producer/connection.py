@@ -27,6 +27,7 @@ from producer import broker
 from producer.contract import RolloutRequest
 from producer.errors import BatchCancelledError, FleetFullError, FleetUnreachableError, RolloutConflictError
 from producer.policy import PolicyView, Staled
+from producer.queues import QUEUES, queues_in
 from producer.server import REFUSED, explained, is_refusal, redact
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ T = TypeVar("T")
 #: Rollouts per script call: Redis does nothing else while a script runs, about 10 microseconds a rollout.
 CHUNK = 250
 _CHUNK_BYTES = 4 * 1024 * 1024
-_BEFORE_RECORDS = (broker.PENDING, *broker.queue_keys())  # submit.lua's KEYS before the records
 _CALLS_AT_ONCE = 16
 _CANCEL_AGAIN = 0.1  # seconds
 _FIRST_DELAY, _LAST_DELAY = 0.05, 2.0
@@ -84,8 +84,8 @@ class Chunk:
 
     def __init__(self, ttl: int) -> None:
         self.requests: list[RolloutRequest] = []
-        self.keys: list[str] = list(_BEFORE_RECORDS)
-        self.args: list[Any] = [ttl, len(_BEFORE_RECORDS), broker.stream_key("")]
+        self.keys: list[str] = []
+        self.args: list[Any] = [ttl]
         self.size = 0
 
 
@@ -269,15 +269,13 @@ class FleetConnection:
 
     def _encode(self, request: RolloutRequest) -> list[Any]:
         data = request.to_json()
-        position = 1 + _BEFORE_RECORDS.index(broker.queue_key(request.priority))
-        base = broker.pending_base(request.priority)
-        message = self.message(request.rollout_id, request.priority)
+        message = self.message(request.rollout_id, request.priority, request.queue)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
-        return [*identity, position, base, message, *broker.record_fields(request)]
+        return [*identity, message, *broker.record_fields(request)]
 
-    def message(self, rollout_id: str, priority: int) -> bytes:
+    def message(self, rollout_id: str, priority: int, queue: str) -> bytes:
         """Return the message that wakes a worker for a rollout."""
-        return self._wakeup(priority).render(rollout_id)
+        return self._wakeup(priority).render(rollout_id, queue)
 
     def _wakeup(self, priority: int) -> broker.WakeUp:
         step = broker.step_of(priority)
@@ -295,9 +293,8 @@ class FleetConnection:
         answers: dict[str, CancelAnswer] = {}
         for start in range(0, len(rollout_ids), CHUNK):
             ids = rollout_ids[start : start + CHUNK]
-            keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, *map(broker.job_key, ids)]
             args: list[Any] = [self._ttl, broker.EVENTS_KEPT, reason, *ids]
-            found = await self.call(partial(self._cancel, keys=keys, args=args))
+            found = await self.call(partial(self._cancel, keys=list(map(broker.job_key, ids)), args=args))
             answers |= {i: CancelAnswer(answer.decode()) for i, answer in zip(ids, found, strict=True)}
         return answers
 
@@ -319,6 +316,11 @@ class FleetConnection:
     async def set_limit(self, place: str, count: int | None) -> None:
         """Set or lift the limit of a place, and wake those for which there is room now."""
         await self.call(partial(self._limit, keys=[broker.LIMITS], args=[place, "" if count is None else count]))
+
+    async def queues(self) -> list[str]:
+        """Return the names of the queues of which anything waits or runs, and the default one, which comes first."""
+        found = await self.call(lambda: awaitable(self.redis.smembers(QUEUES)))
+        return queues_in(found)
 
     async def states(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
         """Return each record's state, None where there is no record."""

@@ -10,10 +10,11 @@ import re
 import uuid
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from producer.gateway_url import GatewayUrl
 from producer.kinds import ErrorKind, Phase, Purpose, StopCondition
+from producer.queues import QUEUE, named
 from producer.validation import InvalidRequestError, dump, parse
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -178,6 +179,7 @@ class RolloutRequest(_Frozen):
     purpose: Purpose = Purpose.TRAIN
     labels: tuple[str, ...] = ()
     priority: Annotated[int, Field(ge=0, le=9)] = 3
+    queue: Annotated[str, AfterValidator(named)] = QUEUE  #: that of the pool of workers which is to run it
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     retry_agent: bool = False  #: an agent that exits with an error is run again, and is no result before the last time
 

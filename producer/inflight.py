@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from producer import broker
+from producer import broker, queues
 from producer.connection import FleetConnection, awaitable
 from producer.contract import RolloutRequest
 from producer.kinds import Purpose
@@ -25,7 +25,7 @@ async def unfinished(connection: FleetConnection, batch_id: str) -> list[str]:
 
 async def youngest(connection: FleetConnection, count: int) -> list[str]:
     """Return the ids of the ``count`` running rollouts that began last, of those that train."""
-    ids = await _members(connection, broker.RUNNING)
+    ids = [i for queue in await connection.queues() for i in await _members(connection, queues.running_key(queue))]
     records = await _fields(connection, ids, ["claimed_ms", "cancel"])
     began = {i: int(at) for i, (at, cancel) in zip(ids, records, strict=True) if at and not cancel}
     found: list[str] = []
@@ -48,7 +48,9 @@ async def _trains(connection: FleetConnection, rollout_id: str) -> bool:
 async def _waiting_and_running(connection: FleetConnection) -> list[str]:
     parked = [key.decode() async for key in connection.redis.scan_iter(match=f"{broker.parked_key('')}*", count=1000)]
     # Running last: what is claimed meanwhile is found there.
-    return [*parked, broker.DELAYED, broker.PENDING, broker.RUNNING]
+    named = await connection.queues()
+    sets = (queues.delayed_key, queues.pending_key, queues.running_key)
+    return [*parked, *(key(queue) for key in sets for queue in named)]
 
 
 async def _members(connection: FleetConnection, key: str) -> list[str]:

@@ -23,7 +23,7 @@ def show_listed(found: Sequence[Listed], more: bool) -> None:
     """Print rollouts as a table."""
     table = Table("rollout", "state", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("attempt", justify="right")
-    for column in ("phase", "for", "worker", "batch", "submitted"):
+    for column in ("phase", "for", "worker", "queue", "batch", "submitted"):
         table.add_column(column, overflow="fold")
     for one in found:
         table.add_row(
@@ -33,6 +33,7 @@ def show_listed(found: Sequence[Listed], more: bool) -> None:
             one.phase or "-",
             span(one.phase_age) if one.phase_age is not None else "-",
             Text(one.worker or "-"),
+            Text(one.queue),
             Text(one.batch_id),
             f"{span(one.age)} ago",
         )

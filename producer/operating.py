@@ -10,11 +10,13 @@ from typing import Any
 
 import orjson
 
-from producer import broker
+from producer import broker, queues
 from producer.asking import ask
 from producer.connection import CHUNK, CancelAnswer, FleetConnection
 
-_FIELDS = ("state", "attempt", "spent", "max_attempts", "batch", "worker", "priority", "enqueued_ms", "outcome")
+_FIELDS = (
+    *("state", "attempt", "spent", "max_attempts", "batch", "worker", "priority", "queue", "enqueued_ms", "outcome"),
+)
 
 #: Seconds that workers have to answer.
 PATIENCE = 3.0
@@ -53,6 +55,7 @@ class Listed:
     max_attempts: int
     batch_id: str
     worker: str
+    queue: str
     priority: int
     age: float
     phase: str | None = None
@@ -71,12 +74,15 @@ class Wanted:
     batch: str | None = None
     group: str | None = None
     worker: str | None = None
+    queue: str | None = None
 
     def fits(self, found: Listed, request: bytes | None) -> bool:
         """Whether a rollout is one of them; ``request`` is needed for its group only."""
         if self.where not in {None, found.where} or self.batch not in {None, found.batch_id}:
             return False
         if self.worker is not None and self.worker not in {found.worker, found.worker.partition("@")[0]}:
+            return False
+        if self.queue not in {None, found.queue}:
             return False
         return self.group is None or _group_of(request) == self.group
 
@@ -96,12 +102,13 @@ class Operator:
         runs = await self._connection.call(self._runs)
         now = await self._connection.call(self._now_ms)
         places = [place.decode() for place in await self._connection.call(partial(self._redis.smembers, broker.PLACES))]
+        named = await self._connection.queues() if wanted.queue is None else [wanted.queue]
         ranges = [
-            (Where.RUNNING, broker.RUNNING, f"({now}", "+inf"),
-            (Where.LAPSED, broker.RUNNING, "-inf", str(now)),
-            (Where.DELAYED, broker.DELAYED, "-inf", "+inf"),
+            *((Where.RUNNING, queues.running_key(queue), f"({now}", "+inf") for queue in named),
+            *((Where.LAPSED, queues.running_key(queue), "-inf", str(now)) for queue in named),
+            *((Where.DELAYED, queues.delayed_key(queue), "-inf", "+inf") for queue in named),
             *((Where.PARKED, broker.parked_key(place), "-inf", "+inf") for place in places),
-            (Where.PENDING, broker.PENDING, "-inf", "+inf"),
+            *((Where.PENDING, queues.pending_key(queue), "-inf", "+inf") for queue in named),
         ]
         for where, key, low, high in ranges:
             if wanted.where in {None, where}:
@@ -170,29 +177,17 @@ class Operator:
 
         Whoever consumed such a result is not told of the next one: a run that is over picks it up with ``--resume``.
         """
-        before = [broker.PENDING, broker.DELAYED, *broker.queue_keys()]
         answers: dict[str, RetryAnswer] = {}
         for start in range(0, len(rollout_ids), CHUNK):
             ids = rollout_ids[start : start + CHUNK]
-            priorities = await self._priorities(ids)
-            keys = list(before)
-            args: list[Any] = [int(broker.RESULT_TTL.total_seconds()), len(before)]
-            for rollout_id, priority in zip(ids, priorities, strict=True):
+            keys: list[str] = []
+            args: list[Any] = [int(broker.RESULT_TTL.total_seconds())]
+            for rollout_id, record in zip(ids, await self._connection.fields(ids, ["priority", "queue"]), strict=True):
                 keys += [broker.job_key(rollout_id), broker.result_key(rollout_id)]
-                args += [rollout_id, 1 + before.index(broker.queue_key(priority)), broker.pending_base(priority)]
-                args.append(self._connection.message(rollout_id, priority))
+                args += [rollout_id, self._connection.message(rollout_id, _number(record[0]), _queue(record[1]))]
             found = await self._connection.call(partial(self._retry, keys=keys, args=args))
             answers |= {i: RetryAnswer(answer.decode()) for i, answer in zip(ids, found, strict=True)}
         return answers
-
-    async def _priorities(self, ids: Sequence[str]) -> list[int]:
-        async def read() -> list[Any]:
-            pipe = self._redis.pipeline(transaction=False)
-            for rollout_id in ids:
-                pipe.hget(broker.job_key(rollout_id), "priority")
-            return list(await pipe.execute())
-
-        return [_number(priority) for priority in await self._connection.call(read)]
 
     async def workers(self) -> list[str]:
         """Return the names of the workers that are alive."""
@@ -216,6 +211,7 @@ def _listed(rollout_id: str, where: Where, record: list[Any], now: int, run: tup
         max_attempts=_number(values["max_attempts"]),
         batch_id=batch,
         worker=worker if holds else "",
+        queue=_queue(values["queue"]),
         priority=_number(values["priority"]),
         age=max(0.0, (now - _number(values["enqueued_ms"])) / 1000),
         phase=run[0] if run and holds else None,
@@ -228,6 +224,10 @@ def _number(value: bytes | None) -> int:
         return int(value or 0)
     except ValueError:
         return 0
+
+
+def _queue(value: bytes | None) -> str:
+    return value.decode(errors="replace") if value else queues.QUEUE
 
 
 def _group_of(request: bytes | None) -> str | None:

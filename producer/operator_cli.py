@@ -50,12 +50,13 @@ def ps(
     batch: Annotated[str | None, typer.Option(metavar="BATCH", help="Only of this batch.")] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only of this group.")] = None,
     worker: Annotated[str | None, typer.Option(metavar="NAME", help="Only on this worker, or pool.")] = None,
+    queue: Annotated[str | None, typer.Option(metavar="QUEUE", help="Only of this queue.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="How many at most; 0 for all.")] = 50,
     redis_url: RedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the rollouts that have not ended: where each is, on which worker, in which phase and for how long."""
-    wanted = _wanted(where, batch, group, worker)
+    wanted = _wanted(where, batch, group, worker, queue)
     with problems_end_it():
         found, more = asyncio.run(_with_operator(read_settings(redis_url), lambda op: _first(op, wanted, limit)))
     if as_json:
@@ -91,7 +92,7 @@ def cancel(
     _require_named(ids, batch, group)
 
     async def act(operator: Operator) -> dict[str, Any]:
-        named = ids or await _ids_of(operator, _wanted(None, batch, group, None))
+        named = ids or await _ids_of(operator, _wanted(None, batch, group))
         return dict(await operator.cancel(named))
 
     with problems_end_it():
@@ -149,12 +150,14 @@ def watch_status(settings: ProducerSettings, interval: float, as_json: bool) -> 
         raise typer.Exit(0) from None
 
 
-def _wanted(where: str | None, batch: str | None, group: str | None, worker: str | None) -> Wanted:
+def _wanted(
+    where: str | None, batch: str | None, group: str | None, worker: str | None = None, queue: str | None = None
+) -> Wanted:
     from producer.operating import Wanted, Where
 
     if where is not None and where not in set(Where):
         bad_usage(f"--state {where}: there are {', '.join(Where)}")
-    return Wanted(Where(where) if where else None, batch, group, worker)
+    return Wanted(Where(where) if where else None, batch, group, worker, queue)
 
 
 def _require_named(ids: list[str] | None, batch: str | None, group: str | None) -> None:

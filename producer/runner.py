@@ -23,10 +23,9 @@ from producer.files.output import ResultsOutput, prepare_results
 from producer.ids import new_batch_id
 from producer.progress import Progress, plain_or_rich
 from producer.resume import Resumption
-from producer.server import redact
+from producer.served import Served
 from producer.settings import ProducerSettings
 from producer.source import Requests
-from producer.status import workers_alive
 from producer.summary import Summary
 
 _IDS_AT_ONCE = 1000
@@ -110,12 +109,14 @@ async def run_batch_async(
     with Interrupts().installed() as interrupts:
         async with Producer(options.settings) as producer:
             await _refuse_known(producer.connection, options.fresh_ids)
-            await _warn_without_workers(producer.connection)
+            served = Served(producer.connection, _say)
+            await served.warn()
             with file, plain_or_rich(options.total) as progress:
                 if options.on_open is not None:
                     options.on_open()
                 run = _Run(producer, file, summary, options)
-                await run.to_the_end(requests, interrupts, progress)
+                async with served.watching():
+                    await run.to_the_end(served.noted(requests), interrupts, progress)
     if options.resumption is not None and options.resumption.taken_over:
         _say(f"{options.resumption.taken_over} rollouts that were submitted before were taken over")
     if summary.interrupted and options.resume_hint:
@@ -211,12 +212,6 @@ async def _refuse_known(connection: FleetConnection, rollout_ids: Iterable[str])
             f"rollout id used by an earlier run: {first_of(known)}; leave rollout_id out of the tasks or change it, or "
             "use --resume, which gives what runs again an id of its own"
         )
-
-
-async def _warn_without_workers(connection: FleetConnection) -> None:
-    if not await workers_alive(connection):
-        where = redact(connection.url)
-        _say(f"warning: no worker is running on {where}; start one with: rollouts worker (waiting for it)")
 
 
 def _say(text: str) -> None:

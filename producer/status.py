@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from producer import broker
-from producer.connection import FleetConnection
+from producer.connection import FleetConnection, awaitable
+from producer.counts import Counting, Counts, QueueCounts, ask_what_there_is, clock_ms
+from producer.queues import PRIORITY_STEPS, QUEUE
 from producer.server import redact
 from producer.worker_report import (
     breaker,
@@ -24,6 +26,7 @@ from producer.worker_report import (
     listed,
     number,
     phases,
+    serves,
     span,
     troubles,
     tunnel_state,
@@ -32,24 +35,59 @@ from producer.worker_report import (
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """A moment of the fleet. ``running`` rollouts hold a lease; ``lapsed`` ones have lost it and await the sweep.
+    """A moment of the fleet. ``maintenance`` is how many messages wait that are for the upkeep of the fleet.
 
-    ``leaked`` counts attempts that may have left something behind, and things that could not be deleted.
+    ``leaked`` counts attempts that may have left something behind, and things that could not be deleted. ``now`` is
+    Redis's clock at that moment, in Unix seconds.
     """
 
     redis: str
     workers: list[dict[str, Any]] = field(default_factory=list)
-    queues: dict[str, int] = field(default_factory=dict)
-    pending: int = 0
-    delayed: int = 0
-    running: int = 0
-    lapsed: int = 0
+    counts: Counts = field(default_factory=Counts)
+    maintenance: int = 0
     leaked: int = 0
-    #: Seconds for which the first of those that are queued has waited.
-    oldest: float = 0.0
-
-    #: Redis's clock at that moment, in Unix seconds.
     now: float = 0.0
+
+    @property
+    def queues(self) -> dict[str, QueueCounts]:
+        """All queues, the default one first."""
+        return self.counts.queues
+
+    @property
+    def pending(self) -> int:
+        """Rollouts of all queues that wait for a worker."""
+        return sum(queue.pending for queue in self.queues.values())
+
+    @property
+    def delayed(self) -> int:
+        """Rollouts that failed, and wait until they are run again."""
+        return sum(queue.delayed for queue in self.queues.values())
+
+    @property
+    def running(self) -> int:
+        """Rollouts that hold a lease."""
+        return sum(queue.running for queue in self.queues.values())
+
+    @property
+    def lapsed(self) -> int:
+        """Rollouts that have lost their lease, and await the sweep."""
+        return sum(queue.lapsed for queue in self.queues.values())
+
+    @property
+    def oldest(self) -> float:
+        """Seconds for which the first of those that are queued has waited."""
+        return max((queue.oldest for queue in self.queues.values()), default=0.0)
+
+    @property
+    def served(self) -> Counter[str]:
+        """How many workers take rollouts of each queue."""
+        return Counter(queue for worker in self.workers for queue in serves(worker))
+
+    @property
+    def unserved(self) -> dict[str, int]:
+        """How many rollouts wait in each queue that no worker serves: none of them will run as it is."""
+        waiting = {name: queue.pending + queue.delayed + queue.lapsed for name, queue in self.queues.items()}
+        return {name: amount for name, amount in waiting.items() if amount and not self.served[name]}
 
     @property
     def phases(self) -> dict[str, int]:
@@ -64,9 +102,11 @@ class FleetStatus:
         return {
             "redis": self.redis,
             "workers": self.workers,
-            "queues": self.queues,
+            "queues": {name: self._queue_as_dict(name) for name in self.queues},
+            "maintenance": self.maintenance,
             "pending": self.pending,
             "delayed": self.delayed,
+            "parked": self.counts.parked,
             "running": self.running,
             "lapsed": self.lapsed,
             "leaked": self.leaked,
@@ -75,6 +115,13 @@ class FleetStatus:
             "phases": self.phases,
             "attention": self.attention,
         }
+
+    def _queue_as_dict(self, name: str) -> dict[str, Any]:
+        queue = self.queues[name]
+        counts = {what: getattr(queue, what) for what in ("pending", "delayed", "running", "lapsed")}
+        messages = {f"priority {step}": n for step, n in zip(PRIORITY_STEPS, queue.messages, strict=True)}
+        oldest = round(queue.oldest, 1)
+        return {"workers": self.served[name], **counts, "oldest_queued_seconds": oldest, "messages": messages}
 
     @property
     def pools(self) -> dict[str, dict[str, int]]:
@@ -89,6 +136,8 @@ class FleetStatus:
     def attention(self) -> list[str]:
         """What somebody should look at, the worst first, each with what it means or what to do."""
         found = [] if self.workers else ["no worker is alive; start one with: rollouts worker"]
+        unserved = {name: n for name, n in self.unserved.items() if self.workers or name != QUEUE}
+        found += [told_unserved(name, amount) for name, amount in unserved.items()]
         found += [line for worker in self.workers for line in troubles(worker)]
         if self.lapsed:
             found.append(f"{count(self.lapsed, 'rollout')} lost the worker: it died or hangs; the sweep takes over")
@@ -106,6 +155,8 @@ class FleetStatus:
         if self.attention:
             parts.append("")
         parts.append(self._counts(rates or {}))
+        if set(self.queues) | set(self.served) > {QUEUE}:
+            parts.append(self._queues())
         if len(self.pools) > 1:
             parts.append(_pools(self.pools))
         if self.workers:
@@ -120,11 +171,10 @@ class FleetStatus:
         slots = sum(number(worker, "concurrency") for worker in self.workers)
         running = f"{self.running:,} of {slots:,} slots" if slots else f"{self.running:,}"
         counts.add_row("running", running, Text(_joined(f"{n:,} in {phase}" for phase, n in by_phase(self.phases))))
-        lists = _joined(f"{name}: {n:,}" for name, n in self.queues.items() if n)
-        if self.oldest:
-            lists = _joined([*([lists] if lists else []), f"the oldest for {span(self.oldest)}"])
-        counts.add_row("queued", f"{self.pending:,}", lists)
+        counts.add_row("queued", f"{self.pending:,}", _joined(self._waits()))
         counts.add_row("delayed", f"{self.delayed:,}", "failed, and run again later" if self.delayed else "")
+        parked = self.counts.parked
+        counts.add_row("parked", f"{parked:,}", "wait until there is room for what they need" if parked else "")
         counts.add_row("lapsed", _bad(self.lapsed), "")
         counts.add_row("leaked", _bad(self.leaked), "")
         if rates:
@@ -133,6 +183,25 @@ class FleetStatus:
             counts.add_row("a second", f"{attempts:.1f} begun", ends)
         counts.add_row("redis", Text(self.redis), "")
         return counts
+
+    def _waits(self) -> Iterator[str]:
+        """Tell how many messages each list holds, over all queues, and for how long the first rollout has waited."""
+        messages = map(sum, zip(*(queue.messages for queue in self.queues.values()), strict=True))
+        labels = [*(f"priority {step}" for step in PRIORITY_STEPS), "maintenance"]
+        yield from (f"{label}: {n:,}" for label, n in zip(labels, [*messages, self.maintenance], strict=False) if n)
+        if self.oldest:
+            yield f"the oldest for {span(self.oldest)}"
+
+    def _queues(self) -> Table:
+        table = Table("queue", title="\nqueues", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("workers", "queued", "delayed", "running", "lapsed", "oldest"):
+            table.add_column(column, justify="right")
+        for name, queue in self.queues.items():
+            workers = Text(str(self.served[name]), style="bold red" if name in self.unserved else "")
+            counts = (f"{n:,}" for n in (queue.pending, queue.delayed, queue.running))
+            oldest = span(queue.oldest) if queue.oldest else "-"
+            table.add_row(Text(name), workers, *counts, _bad(queue.lapsed), oldest)
+        return table
 
     def _workers(self) -> Table:
         table = Table("worker", "state", title="\nworkers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -200,51 +269,50 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
     """Read the fleet's status; raises `FleetUnreachableError`."""
 
     async def read() -> FleetStatus:
-        now = await _now_ms(connection)
-        alive: Any = await connection.redis.zrangebyscore(broker.WORKERS, f"({now}", "+inf")
-        names = [name.decode() for name in alive]
         pipe = connection.redis.pipeline(transaction=False)
-        for name in names:
-            pipe.get(broker.worker_key(name))
-        for key in (*broker.queue_keys(), broker.MAINTENANCE_QUEUE):
-            pipe.llen(key)
-        pipe.zcard(broker.PENDING)
-        pipe.zcard(broker.DELAYED)
-        pipe.zcount(broker.RUNNING, f"({now}", "+inf")
-        pipe.zcount(broker.RUNNING, "-inf", now)
+        pipe.zrange(broker.WORKERS, 0, -1, withscores=True)
+        ask_what_there_is(pipe)
+        names, *there_is = await pipe.execute()
+        now = clock_ms(there_is[0])
+        alive = [name.decode() for name, expires in names if expires > now]
+        workers = await _reports(connection, alive)
+        counting = Counting(there_is, besides=[queue for worker in workers for queue in serves(worker)])
+        pipe.llen(broker.MAINTENANCE_QUEUE)
         pipe.hlen(broker.LEDGER)
         pipe.hvals(broker.STRAYS)
-        bases = [broker.pending_base(step) for step in broker.PRIORITY_STEPS]
-        for base in bases:  # what was put to the front of its list has no time
-            span_of_list = f"({base}", f"({base + broker.LIST_SPAN}"
-            pipe.zrangebyscore(broker.PENDING, *span_of_list, start=0, num=1, withscores=True)
-        *answers, entries, strays = (found := await pipe.execute())[: -len(bases)]
-        times = [score - base for base, first in zip(bases, found[-len(bases) :], strict=True) for _, score in first]
-        oldest = max(0.0, (now - min(times)) / 1000) if times else 0.0
-        reports, counts = answers[: len(names)], answers[len(names) :]
-        labels = [*(f"priority {step}" for step in broker.PRIORITY_STEPS), "maintenance"]
-        queues = dict(zip(labels, counts, strict=False))
-        workers = [_report(name, report) for name, report in zip(names, reports, strict=True)]
-        counts.append(entries + sum(map(int, strays)))
-        pending, delayed, running, lapsed, leaked = counts[len(labels) :]
-        counted = pending, delayed, running, lapsed, leaked, oldest
-        return FleetStatus(redact(connection.url), workers, queues, *counted, now=now / 1000)
+        counting.ask(pipe)
+        maintenance, entries, strays, *answers = await pipe.execute()
+        leaked = entries + sum(map(int, strays))
+        counts = counting.read(answers)
+        return FleetStatus(redact(connection.url), workers, counts, maintenance, leaked, now=now / 1000)
 
     return await connection.call(read)
 
 
-async def workers_alive(connection: FleetConnection) -> int:
-    """Return how many worker processes have reported recently."""
+async def queues_served(connection: FleetConnection) -> set[str] | None:
+    """Return the queues that living workers serve; None when there is no living worker."""
 
-    async def count() -> int:
-        return int(await connection.redis.zcount(broker.WORKERS, f"({await _now_ms(connection)}", "+inf"))
+    async def read() -> set[str] | None:
+        now = clock_ms(await connection.redis.time())
+        alive: Any = await connection.redis.zrangebyscore(broker.WORKERS, f"({now}", "+inf")
+        workers = await _reports(connection, [name.decode() for name in alive])
+        return {queue for worker in workers for queue in serves(worker)} if workers else None
 
-    return await connection.call(count)
+    return await connection.call(read)
 
 
-async def _now_ms(connection: FleetConnection) -> int:
-    seconds, micros = await connection.redis.time()
-    return int(seconds) * 1000 + int(micros) // 1000
+async def _reports(connection: FleetConnection, names: Sequence[str]) -> list[dict[str, Any]]:
+    found: Any = await awaitable(connection.redis.mget([broker.worker_key(name) for name in names])) if names else []
+    return [_report(name, report) for name, report in zip(names, found, strict=True)]
+
+
+def told_unserved(queue: str, amount: int) -> str:
+    """Say that rollouts wait where nobody takes them, and what to do."""
+    wait = "waits" if amount == 1 else "wait"
+    return (
+        f"{count(amount, 'rollout')} {wait} in queue {queue}, which no worker serves; start one with: "
+        f"ROLLOUTS_QUEUES={queue} rollouts worker"
+    )
 
 
 def _report(name: str, report: bytes | None) -> dict[str, Any]:

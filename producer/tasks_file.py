@@ -43,6 +43,7 @@ class TaskDefaults:
     image: str | None = None
     gateway_url: str | None = None
     timeout: float | None = None
+    queue: str | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequestError` when one of the defaults is itself wrong, so that no line is blamed for it."""
@@ -50,7 +51,7 @@ class TaskDefaults:
 
     def fill(self, task: dict[str, Any]) -> dict[str, Any]:
         """Return ``task`` with what it leaves out."""
-        names = ("model", "environment", "run_command", "image", "gateway_url")
+        names = ("model", "environment", "run_command", "image", "gateway_url", "queue")
         filled = {name: getattr(self, name) for name in names if getattr(self, name) is not None} | task
         deadlines = filled.get("deadlines", {})
         if self.timeout is not None and isinstance(deadlines, dict):

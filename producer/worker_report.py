@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from producer.contract import Phase
+from producer.queues import QUEUE
 
 #: Milliseconds of the event loop's lag (p99 of a minute) from which on everything that a worker does is late.
 _LATE_MS = 500.0
@@ -39,6 +40,17 @@ def phases(worker: Mapping[str, Any]) -> dict[str, int]:
     """Return how many of a worker's rollouts are in which phase."""
     found = mapped(worker, "phases")
     return {phase: number(found, phase) for phase in found}
+
+
+def serves(worker: Mapping[str, Any]) -> list[str]:
+    """Return the queues from which a worker takes rollouts: none while it shuts down.
+
+    A worker that does not tell them is of a version that knew of one.
+    """
+    if worker.get("state") == "draining":
+        return []
+    found = worker.get("queues", [QUEUE])
+    return [queue for queue in found if isinstance(queue, str)] if isinstance(found, list) else [QUEUE]
 
 
 def by_phase(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -142,6 +142,9 @@ class Claims:
             logger.error(
                 "%s: a message without a record; the record expired or Redis lost it", job.id, extra=self._about(job.id)
             )
+        elif claim == "elsewhere":
+            said = "%s: of a queue that this worker does not serve, left to one that does"
+            logger.warning(said, job.id, extra=self._about(job.id))
         else:
             logger.info("%s: already %s, nothing to do", job.id, claim, extra=self._about(job.id))
         return False

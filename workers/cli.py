@@ -53,7 +53,6 @@ def worker(
     loglevel: Annotated[LogLevel, typer.Option(help="How much to log.", case_sensitive=False)] = LogLevel.INFO,
 ) -> None:
     """Run a worker process until it is told to stop (as `celery -A workers worker`, without gossip and mingle)."""
-    from producer import broker
     from workers.app import create_app
     from workers.registry import check
     from workers.settings import WorkerSettings
@@ -67,8 +66,7 @@ def worker(
     _configured(lambda: _require_redis(settings))
     # Quiet: Celery would print a banner into the log lines.
     arguments = ["--quiet", "worker", "--hostname", name if "@" in name else f"{name}@%h", "--loglevel", loglevel]
-    queues = ",".join((broker.QUEUE, broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE))
-    arguments += ["--queues", queues, "--without-gossip", "--without-mingle"]
+    arguments += ["--without-gossip", "--without-mingle"]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--task-events"] if events else []
     status = celery_app.worker_main(arguments) or 0

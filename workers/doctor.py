@@ -19,7 +19,11 @@ from redis import Redis, RedisError, ResponseError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from producer.connection import FleetConnection
+from producer.errors import FleetError
 from producer.server import UNKNOWN_POLICY, explained, is_refusal, redact
+from producer.status import read_status, told_unserved
+from producer.worker_report import count
 from workers.access import Access, look
 from workers.prime import credentials
 from workers.registry import ConfigurationError, check
@@ -59,6 +63,7 @@ async def examine(settings: WorkerSettings, environ: Mapping[str, str] | None = 
     environ = os.environ if environ is None else environ
     checks: list[Callable[[], Awaitable[list[Finding]]]] = [
         lambda: asyncio.to_thread(_redis, settings.redis_url, settings.allow_eviction),
+        lambda: _queues(settings.redis_url),
         lambda: _settings(settings, environ),
         lambda: _gateway(settings) if settings.use_gateway else _model(settings),
     ]
@@ -185,6 +190,20 @@ def _eviction(access: Access, allowed: bool) -> Finding:
     return Finding(
         "redis", State.OK, f"maxmemory-policy is {access.policy}: a full server refuses, and forgets nothing"
     )
+
+
+async def _queues(url: str) -> list[Finding]:
+    """Look for rollouts that wait where nobody takes them."""
+    connection = FleetConnection(url, patience=0)
+    try:
+        status = await read_status(connection)
+    except (FleetError, ResponseError):  # `_redis` says it
+        return []
+    finally:
+        await connection.close()
+    found = [Finding("queues", State.WARN, told_unserved(name, n)) for name, n in status.unserved.items()]
+    served = ", ".join(f"{name} by {count(n, 'worker')}" for name, n in sorted(status.served.items()))
+    return found or [Finding("queues", State.OK, f"served: {served or 'none, and nothing waits'}")]
 
 
 def _info(client: Redis, section: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Fleet:
             scraped = stack.enter_context(
                 connected(self.settings, self.app, patience=metrics.SCRAPE_PATIENCE, once=True)
             )
-            admin.collect(metrics.QueueCollector(scraped), *self._collectors())
+            admin.collect(metrics.QueueCollector(scraped, self.settings.queues), *self._collectors())
             self.keeper.start()
             stack.push_async_callback(self._stop_keeper)
             sweeps = Upkeep(self._sweep_orphans, interval=self.settings.orphan_interval, stage="orphans")

@@ -27,6 +27,7 @@ def report(fleet: Fleet, running: Mapping[str, Rollout], started_at: float, stat
         "process": fleet.systems.process,
         "concurrency": fleet.pool.limit,
         "breaker": fleet.breaker.report(),
+        "queues": list(fleet.settings.queues),
         "running": len(fleet.claims),
         "phases": dict(phases),
         "loop_lag_ms": fleet.pool.info["loop-lag-ms"],

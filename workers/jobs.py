@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import orjson
 import redis
 from celery import Celery
 
 from producer import broker
 from producer.contract import FailedAttempt, InvalidRequestError, RolloutRequest, StopCondition
-from workers import instruments
+from producer.queues import QUEUE, running_key
+from workers import instruments, records
 from workers.history import HandBack, history_line, packed, parsed, with_turns
 from workers.uptime import Uptime
+from workers.wakeups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Lapsed:
     worker: str
     batch_id: str
     priority: int
+    queue: str = QUEUE
 
 
 class Renewal(StrEnum):
@@ -108,10 +110,19 @@ class JobStore:
     """Claims, renews, commits and requeues records. Thread-safe, synchronous; raises `redis.RedisError`.
 
     ``lease_ttl`` is in seconds: how long a worker may be silent before its rollouts are run elsewhere. ``gateway_url``
-    is where its worker registers what names no gateway: who clears up behind it may have another one.
+    is where its worker registers what names no gateway: who clears up behind it may have another one. It claims what is
+    of the queues that it ``serves``, or of any if there are none.
     """
 
-    def __init__(self, client: redis.Redis, app: Celery, *, lease_ttl: float, gateway_url: str = "") -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        app: Celery,
+        *,
+        lease_ttl: float,
+        gateway_url: str = "",
+        serves: Sequence[str] = (),
+    ) -> None:
         self.client: Any = client  # redis-py's annotations allow every type that any server may answer
         self.lease_ttl = lease_ttl
         self._gateway_url = gateway_url
@@ -120,16 +131,16 @@ class JobStore:
         self._uptime = Uptime(client, tolerance=lease_ttl / 4)
         self._lease_ms = int(lease_ttl * 1000)
         self._record_ttl = int(broker.RESULT_TTL.total_seconds())
-        self._messages = {step: broker.WakeUp.for_app(app, step) for step in broker.PRIORITY_STEPS}
-        self._claim, self._renew, self._commit, self._requeue, self._wake = (
-            client.register_script(broker.script("workers", name))
-            for name in ("claim", "renew", "commit", "requeue", "wake")
+        self._serves = f" {' '.join(serves)} " if serves else ""
+        self._wakeups = WakeUps(client, app)
+        self._claim, self._renew, self._commit, self._requeue = (
+            client.register_script(broker.script("workers", name)) for name in ("claim", "renew", "commit", "requeue")
         )
         self._cancel = client.register_script(broker.script("producer", "cancel"))
         self._stale = client.register_script(broker.script("producer", "stale"))
 
     def claim(self, rollout_id: str, worker: str, offered: RolloutRequest | None = None) -> Claim | str:
-        """Take a pending rollout, or say why not: ``running``, ``done`` or ``unknown``, ``stale`` or ``parked``.
+        """Take a pending rollout, or say why not, in the words of ``claim.lua``.
 
         ``offered`` is the request of a message that carries its own; a record is made from it when there is none.
         """
@@ -137,13 +148,13 @@ class JobStore:
         if offered is not None:
             fields = ["request", offered.to_json(), "batch", offered.batch_id]
             fields += ["max_attempts", offered.max_attempts, "priority", offered.priority]
-            more = zip(("policy", "places", "gateways", "shares"), broker.record_fields(offered), strict=True)
+            more = zip(broker.RECORD_FIELDS, broker.record_fields(offered), strict=True)
             fields += [part for pair in more if pair[1] for part in pair]
         answer = self._claim(
-            keys=[broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED],
+            keys=[broker.job_key(rollout_id)],
             args=[
                 *(rollout_id, worker, self._lease_ms, self._record_ttl, self._gateway_url),
-                *(self._message(rollout_id, _PARKED), *fields),
+                *(self._wakeups.message(rollout_id, _PARKED, None), self._serves, *fields),
             ],
         )
         status = answer[0].decode()
@@ -151,14 +162,14 @@ class JobStore:
             return str(status)
         _, attempt, spent, max_attempts, batch, gateway, submitted, request = answer
         instruments.ATTEMPTS.inc()
-        last, at = int(spent) >= int(max_attempts), (_number(submitted, digits=13) or 0) / 1000
+        last, at = int(spent) >= int(max_attempts), (records.number(submitted, digits=13) or 0) / 1000
         return Claim(rollout_id, int(attempt), last, batch.decode(), request, gateway.decode(), submitted_at=at)
 
     def renew(self, held: Iterable[tuple[str, int]]) -> dict[str, Renewal]:
         """Renew the leases of ``(rollout id, attempt)`` pairs; returns what was found for each id."""
         found: dict[str, Renewal] = {}
         for chunk in _chunks(list(held)):
-            keys: list[Any] = [broker.RUNNING, *(broker.job_key(rollout_id) for rollout_id, _ in chunk)]
+            keys = [broker.job_key(rollout_id) for rollout_id, _ in chunk]
             args: list[Any] = [self._lease_ms]
             for rollout_id, attempt in chunk:
                 args += [rollout_id, attempt]
@@ -186,7 +197,6 @@ class JobStore:
             self._commit(
                 keys=[
                     broker.job_key(rollout_id),
-                    broker.RUNNING,
                     broker.stream_key(batch_id),
                     broker.result_key(rollout_id),
                     broker.LEDGER,
@@ -208,25 +218,24 @@ class JobStore:
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout as a producer does: end one that waits, ask the worker of one that runs."""
-        keys = [broker.PENDING, broker.DELAYED, broker.CANCELS, broker.job_key(rollout_id)]
-        self._cancel(keys=keys, args=[self._record_ttl, broker.EVENTS_KEPT, "", rollout_id])
+        self._cancel(keys=[broker.job_key(rollout_id)], args=[self._record_ttl, broker.EVENTS_KEPT, "", rollout_id])
 
     def release(self, request: RolloutRequest, attempt: int, worker: str, how: HandBack) -> Requeue:
         """Give back a rollout that ``worker`` holds, to run again."""
-        return self._give_back(request.rollout_id, attempt, worker, request.priority, how, "owned")
+        message = self._wakeups.message(request.rollout_id, request.priority, request.queue)
+        return self._give_back(request.rollout_id, attempt, worker, message, how, "owned")
 
     def requeue_lapsed(self, lapsed: Lapsed, how: HandBack) -> Requeue:
         """Send a rollout whose lease lapsed to the next worker."""
-        return self._give_back(lapsed.rollout_id, lapsed.attempt, lapsed.worker, lapsed.priority, how, "lapsed")
+        message = self._wakeups.message(lapsed.rollout_id, lapsed.priority, lapsed.queue)
+        return self._give_back(lapsed.rollout_id, lapsed.attempt, lapsed.worker, message, how, "lapsed")
 
     def _give_back(
-        self, rollout_id: str, attempt: int, worker: str, priority: int, how: HandBack, mode: str
+        self, rollout_id: str, attempt: int, worker: str, message: bytes, how: HandBack, mode: str
     ) -> Requeue:
-        queue = broker.queue_key(priority)
-        keys = [broker.job_key(rollout_id), broker.RUNNING, broker.PENDING, broker.DELAYED, queue, broker.LEDGER]
         args: list[Any] = [rollout_id, attempt, mode, int(how.counts), int(how.delay * 1000), int(how.front)]
-        args += [self._message(rollout_id, priority), history_line(attempt, worker, how)]
-        args += [broker.pending_base(priority), packed(how.turns)]
+        args += [message, history_line(attempt, worker, how), packed(how.turns)]
+        keys = [broker.job_key(rollout_id), broker.LEDGER]
         what = Requeue(self._requeue(keys=keys, args=args).decode())
         if what is Requeue.REQUEUED and how.delay:
             self.on_delay(how.delay)
@@ -241,74 +250,43 @@ class JobStore:
 
     def lapsed(self, limit: int = 1000) -> list[Lapsed]:
         """Return running rollouts whose lease has lapsed, the longest first."""
-        members = self.client.zrangebyscore(broker.RUNNING, "-inf", self.now_ms(), start=0, num=limit)
+        now, named = self.now_ms(), self.queues()
+        pipe = self.client.pipeline(transaction=False)
+        for queue in named:
+            pipe.zrangebyscore(running_key(queue), "-inf", now, start=0, num=limit, withscores=True)
+        entries = [(at, i, queue) for queue, some in zip(named, pipe.execute(), strict=True) for i, at in some]
+        entries = sorted(entries)[:limit]
+        read = records.fields_of(self.client, [i for _, i, _ in entries], "attempt", "worker", "batch", "priority")
         found = []
-        for member, record in self._records(members, "attempt", "worker", "batch", "priority"):
-            rollout_id, attempt = _id_in(member), _number(record[0] if record else None)
+        for (member, record), (_, _, queue) in zip(read, entries, strict=True):
+            rollout_id, attempt = records.id_in(member), records.number(record[0] if record else None)
             if rollout_id is None or attempt is None:  # it expired, or is not one of ours: nothing is left to run
                 logger.error("%r has no record that can be read; it is taken off the list of what runs", member)
-                self.client.zrem(broker.RUNNING, member)
+                self.client.zrem(running_key(queue), member)
                 continue
             worker, batch = ((value or b"").decode(errors="replace") for value in record[1:3])
-            found.append(Lapsed(rollout_id, attempt, worker, batch, _priority(record[3])))
-        return found
-
-    def _records(self, members: Sequence[bytes], *fields: str) -> list[tuple[bytes, list[bytes | None]]]:
-        """Return the members of a set, each with fields of its record; with no field where that is no record."""
-        pipe = self.client.pipeline(transaction=False)
-        for member in members:
-            pipe.hmget(broker.job_key(member.decode(errors="replace")), *fields)
-        found = []
-        for member, record in zip(members, pipe.execute(raise_on_error=False), strict=True):
-            if isinstance(record, Exception) and "WRONGTYPE" not in str(record):
-                raise record
-            found.append((member, [] if isinstance(record, Exception) else record))
+            found.append(Lapsed(rollout_id, attempt, worker, batch, records.priority(record[3]), queue))
         return found
 
     def wake_delayed(self) -> int:
         """Send the messages of delayed rollouts whose time has come; returns how many."""
-        woken, now = 0, self.now_ms()
-        while found := self._wake_up_to(broker.DELAYED, 0, now):
-            woken += found
-        return woken
+        return self._wakeups.wake_delayed(self.now_ms())
 
     def resend_missing(self, age: float) -> int:
         """Send the messages of rollouts that wait but are in no queue; returns how many.
 
         A message is lost when its worker dies, or Redis goes away, after it was taken and before the rollout was
-        claimed. A list is served in order, so whatever should have been served ``age`` seconds before the message that
-        is next has no message any more. A message too many is harmless.
+        claimed. ``age`` is for how many seconds it must have been missing; a message too many is harmless.
         """
-        resent, now = 0, self.now_ms()
-        for priority, key in zip(broker.PRIORITY_STEPS, broker.queue_keys(), strict=True):
-            base = broker.pending_base(priority)
-            upcoming = self.client.lindex(key, -1)
-            if upcoming is None:
-                limit: float = base + now
-            else:
-                score = self.client.zscore(broker.PENDING, _woken_by(upcoming))
-                if score is None:  # a duplicate or not one of ours: the next free worker drops it
-                    continue
-                limit = score
-            resent += self._wake_up_to(broker.PENDING, base, limit - age * 1000, judged=(key, upcoming or b""))
-        return resent
+        return self._wakeups.resend_missing(self.now_ms(), age)
 
-    def _wake_up_to(self, key: str, low: float, high: float, judged: tuple[str, bytes] | None = None) -> int:
-        members = self.client.zrangebyscore(key, low, high, start=0, num=_CHUNK)
-        by_step: dict[int, list[Any]] = {}
-        for member, record in self._records(members, "priority"):
-            rollout_id = _id_in(member)
-            if rollout_id is None or not record or record[0] is None:  # it expired: nothing is left to run
-                self.client.zrem(key, member)
-                continue
-            step = broker.step_of(_priority(record[0]))
-            by_step.setdefault(step, []).extend((rollout_id, self._message(rollout_id, step)))
-        woken = 0
-        how = ("any", b"") if judged is None else ("next", judged[1])
-        for step, pairs in by_step.items():
-            keys = [key, broker.PENDING, broker.queue_key(step), judged[0] if judged else broker.queue_key(step)]
-            woken += int(self._wake(keys=keys, args=[high, broker.pending_base(step), *how, *pairs]))
-        return woken
+    def forget_queues(self) -> int:
+        """Forget the queues of which nothing is left; returns how many."""
+        return self._wakeups.forget_empty()
+
+    def queues(self) -> list[str]:
+        """Return all queues of which anything waits or runs, and the default one."""
+        return self._wakeups.queues()
 
     def request_of(self, rollout_id: str) -> bytes:
         """Return the request in the record, b"" when there is no record."""
@@ -332,7 +310,7 @@ class JobStore:
     def claimed_by(self, rollout_id: str) -> tuple[int, str] | None:
         """Return attempt and worker of a running rollout, None for any other."""
         state, attempt, worker = self.client.hmget(broker.job_key(rollout_id), "state", "attempt", "worker")
-        number = _number(attempt)
+        number = records.number(attempt)
         if state != b"running" or number is None:
             return None
         return number, (worker or b"").decode(errors="replace")
@@ -355,36 +333,7 @@ class JobStore:
         """Return whether nobody in the fleet took this turn within the last ``interval`` seconds."""
         return bool(self.client.set(key, 1, nx=True, px=max(1, int(interval * 1000))))
 
-    def _message(self, rollout_id: str, priority: int) -> bytes:
-        return self._messages[broker.step_of(priority)].render(rollout_id)
-
 
 def _chunks(pairs: Sequence[tuple[str, int]]) -> Iterable[Sequence[tuple[str, int]]]:
     for start in range(0, len(pairs), _CHUNK):
         yield pairs[start : start + _CHUNK]
-
-
-def _id_in(member: bytes) -> str | None:
-    try:
-        return member.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _number(text: bytes | None, digits: int = 9) -> int | None:
-    """Return a number that the scripts count up; None for what none of them has written."""
-    return int(text) if text and text.isdigit() and len(text) <= digits else None
-
-
-def _priority(text: bytes | None) -> int:
-    """Return a record's priority; the last one's for one that cannot be read, so that it goes before nobody."""
-    found = _number(text or b"0")
-    return min(found, 9) if found is not None else max(broker.PRIORITY_STEPS)
-
-
-def _woken_by(message: bytes) -> str:
-    """Return the id of the rollout that a message in the queue is for; "" for one that is not a wake-up call."""
-    try:
-        return str(orjson.loads(message)["headers"]["id"])
-    except (ValueError, TypeError, KeyError):
-        return ""

@@ -11,15 +11,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from producer import broker
 from producer.contract import Phase
+from producer.counts import Counting, QueueCounts, ask_what_there_is
+from producer.queues import QUEUE
+from workers import instruments
 from workers.breaker import State
 from workers.jobs import JobStore
 from workers.loop_watch import LoopWatch
@@ -31,6 +33,16 @@ logger = logging.getLogger(__name__)
 SCRAPE_PATIENCE = 2.0
 #: Seconds for which what Redis said, or that it said nothing, is told again.
 _FRESH = 1.0
+
+
+#: What is told of each queue: the metric's name, its meaning, and the figure.
+_OF_A_QUEUE: tuple[tuple[str, str, Callable[[QueueCounts], float]], ...] = (
+    ("queued", "Rollouts of the fleet that wait for a worker.", lambda of: of.pending),
+    ("delayed", "Rollouts of the fleet that failed, and wait.", lambda of: of.delayed),
+    ("running", "Rollouts of the fleet that hold a lease.", lambda of: of.running),
+    ("lapsed", "Rollouts of the fleet whose lease lapsed.", lambda of: of.lapsed),
+    ("oldest_queued_seconds", "For how long the oldest of those that are queued has waited.", lambda of: of.oldest),
+)
 
 
 class RolloutCollector(Collector):
@@ -54,14 +66,15 @@ class RolloutCollector(Collector):
 
 
 class QueueCollector(Collector):
-    """Tells what the whole fleet shares, from Redis: its queue and its memory.
+    """Tells what the whole fleet shares, from Redis: its queues and its memory; and which queues this worker serves.
 
     ``store`` has a connection of its own, of little patience (`SCRAPE_PATIENCE`). Where Redis does not answer there is
     only ``rollouts_redis_up``, and the scrape goes on. Scrapes that come at one time share an answer.
     """
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, serves: Sequence[str] = (QUEUE,)) -> None:
         self._store = store
+        self._serves = serves
         self._lock = threading.Lock()
         self._found: list[Metric] = []
         self._read_at = float("-inf")
@@ -90,30 +103,23 @@ class QueueCollector(Collector):
         return [up, *found]
 
     def _queue(self) -> Iterator[Metric]:
-        now = self._store.now_ms()
-        places = [place.decode() for place in self._store.client.smembers(broker.PLACES)]
         pipe = self._store.client.pipeline(transaction=False)
-        pipe.zcard(broker.PENDING)
-        pipe.zcard(broker.DELAYED)
-        pipe.zcount(broker.RUNNING, f"({now}", "+inf")
-        pipe.zcount(broker.RUNNING, "-inf", now)
-        bases = [broker.pending_base(step) for step in broker.PRIORITY_STEPS]
-        for base in bases:  # what was put to the front of its list has no time
-            limits = f"({base}", f"({base + broker.LIST_SPAN}"
-            pipe.zrangebyscore(broker.PENDING, *limits, start=0, num=1, withscores=True)
-        for place in places:
-            pipe.zcard(broker.parked_key(place))
-        queued, delayed, running, lapsed, *others = pipe.execute()
-        firsts, parked = others[: len(bases)], sum(others[len(bases) :])
-        times = [score - base for base, first in zip(bases, firsts, strict=True) for _, score in first]
-        oldest = max(0.0, (now - min(times)) / 1000) if times else 0.0
-        yield GaugeMetricFamily("rollouts_queued", "Rollouts of the fleet that wait for a worker.", value=queued)
-        yield GaugeMetricFamily("rollouts_delayed", "Rollouts of the fleet that failed, and wait.", value=delayed)
-        yield GaugeMetricFamily("rollouts_parked", "Rollouts of the fleet that wait for what is limited.", value=parked)
-        yield GaugeMetricFamily("rollouts_running", "Rollouts of the fleet that hold a lease.", value=running)
-        yield GaugeMetricFamily("rollouts_lapsed", "Rollouts of the fleet whose lease lapsed.", value=lapsed)
-        what = "For how long the oldest of those that wait for a worker has waited."
-        yield GaugeMetricFamily("rollouts_oldest_queued_seconds", what, value=oldest)
+        ask_what_there_is(pipe)
+        with instruments.REDIS_ROUND_TRIP.time():
+            counting = Counting(pipe.execute(), besides=self._serves)
+        counting.ask(pipe)
+        counts = counting.read(pipe.execute())
+        for name, what, value in _OF_A_QUEUE:
+            family = GaugeMetricFamily(f"rollouts_{name}", what, labels=["queue"])
+            for queue, of in counts.queues.items():
+                family.add_metric([queue], value(of))
+            yield family
+        parked = "Rollouts of the fleet that wait for what is limited."
+        yield GaugeMetricFamily("rollouts_parked", parked, value=counts.parked)
+        serves = GaugeMetricFamily("rollouts_serves", "1 for each queue that this worker serves.", labels=["queue"])
+        for queue in self._serves:
+            serves.add_metric([queue], 1)
+        yield serves
 
     def _memory(self) -> Iterator[Metric]:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from producer import broker
+from producer import broker, queues
 
 _AT_ONCE = 500
 
@@ -36,7 +36,8 @@ class Places:
     def _suspects(self, place: str) -> Iterator[list[str]]:
         """Yield, some at a time, those whose record does not say that they run or are parked; at last none."""
         # Of thousands that run nearly all hold one with cause, which the server tells a hundred times as fast.
-        holders = self._client.zdiff([broker.place_key(place), broker.RUNNING])
+        running = [queues.running_key(queue) for queue in queues.queues_in(self._client.smembers(queues.QUEUES))]
+        holders = self._client.zdiff([broker.place_key(place), *running])
         parked = [i for i, _ in self._client.zscan_iter(broker.parked_key(place), count=_AT_ONCE)]
         for ids, right in ((holders, (b"running", False)), (parked, (b"pending", True))):
             for start in range(0, len(ids), _AT_ONCE):

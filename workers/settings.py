@@ -9,6 +9,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from producer.contract import GatewayUrl
+from producer.queues import QUEUE, named
 from producer.settings import ALLOW_EVICTION, DEFAULT_REDIS_URL, RedisUrl
 from workers.foreign import host_pattern
 from workers.telemetry import LogFormat
@@ -28,6 +29,11 @@ class WorkerSettings(BaseSettings):
     allow_eviction: bool = Field(default=False, description=ALLOW_EVICTION)
     fleet: str = Field(default="fleet", description="Name of the fleet, for labels of what it creates.")
     concurrency: int = Field(default=100, gt=0, description="Rollouts that one worker process runs at one time.")
+
+    queues: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(QUEUE,),
+        description="Queues whose rollouts this worker runs, by commas; it takes from each in turn.",
+    )
 
     gateway_url: GatewayUrl = Field(
         default="http://127.0.0.1:8080", description="Rollout gateway for requests that name none."
@@ -165,10 +171,17 @@ class WorkerSettings(BaseSettings):
             parsed[name or attribute] = target
         return parsed
 
-    @field_validator("secret_env", "gateway_allow", "verifiers", mode="before")
+    @field_validator("secret_env", "gateway_allow", "verifiers", "queues", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value
+
+    @field_validator("queues")
+    @classmethod
+    def _queue_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError(f"it names no queue; {QUEUE} is that of requests that name none")
+        return tuple(dict.fromkeys(map(named, value)))
 
     @field_validator("gateway_allow")
     @classmethod

@@ -33,4 +33,5 @@ def connected(
         **options,
     )
     with client:
-        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=settings.gateway_url)
+        gateway_url, serves = settings.gateway_url, settings.queues
+        yield JobStore(client, app, lease_ttl=settings.lease_ttl, gateway_url=gateway_url, serves=serves)

@@ -62,6 +62,7 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
         "woken": store.wake_delayed,
         "places": Places(store.client).mend,
         "resent": lambda: store.resend_missing(age=store.lease_ttl),
+        "queues": store.forget_queues,
     }
     for what, step in steps.items():
         try:

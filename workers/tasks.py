@@ -8,6 +8,7 @@ from celery import Celery, signals
 
 from producer import broker
 from producer.contract import RolloutResult
+from producer.queues import QUEUE, rollout_queue
 from workers.fleet import Fleet
 from workers.pool import AsyncTask, Job, current_job
 
@@ -22,7 +23,11 @@ def register_tasks(app: Celery, fleet: Fleet) -> None:
 
         def admit(self, job: Job) -> bool:
             """Claim the rollout; from then on its record counts, not its message."""
-            if not fleet.claims.claim(job, _carried(*job.request["args"], **job.request["kwargs"])):
+            carried = _carried(*job.request["args"], **job.request["kwargs"])
+            if isinstance(carried, dict):  # it is of the queue on which it came, unless it says otherwise
+                name = (job.request.get("delivery_info") or {}).get("routing_key")
+                carried = {"queue": rollout_queue(str(name)) or QUEUE, **carried}
+            if not fleet.claims.claim(job, carried):
                 return False
             job.mark_accepted()
             return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 from queue import Empty
 from typing import Any
 
@@ -60,6 +61,21 @@ class Channel(redis.Channel):
     """A channel that files nothing of what it delivers, and gives back what it can when it closes."""
 
     ack_emulation = False
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        """Ask for the next message: of each queue in turn, and of a queue by priority.
+
+        kombu asks for all queues' first lists before any second one: a queue whose rollouts have a lower priority than
+        those of another would not be served at all.
+        """
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        if not queues:
+            return
+        keys = [self._q_for_pri(queue, step) for queue in queues for step in self.priority_steps]
+        self._in_poll = self.client.connection
+        self._brpop_sent_at = time.monotonic()
+        seconds = self.brpop_timeout if timeout is None else timeout
+        self.client.connection.send_command("BRPOP", *keys, seconds or 0)
 
     def _brpop_read(self, **options: Any) -> Any:
         """Read one entry of a queue; one that is no message is dropped, as it would end every worker that takes it."""

@@ -13,6 +13,7 @@ import typer
 from producer.addresses import is_loopback
 from producer.cli import RedisUrl, app, bad_usage, problems_end_it, read_settings
 from producer.door.wire import Wire
+from producer.queues import QUEUE, named
 
 if TYPE_CHECKING:
     from producer.door.door import DoorOptions
@@ -51,6 +52,7 @@ def env_server(
         bool,
         typer.Option("--allow-remote", help="Listen on other addresses than loopback. The protocol knows no password."),
     ] = False,
+    queue: Annotated[str, typer.Option(help="Queue of the workers that are to run the episodes.")] = QUEUE,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve verifiers' environment-server protocol, for prime-rl (serve.address) or any EnvClient (extra `verifiers`).
@@ -85,6 +87,7 @@ def env_server(
             timeout=timeout,
             max_attempts=attempts,
             priority=priority,
+            queue=_queue(queue),
             patience=patience,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -95,6 +98,13 @@ def env_server(
             raise typer.Exit(1) from None
 
 
+def _queue(text: str) -> str:
+    try:
+        return named(text)
+    except ValueError as error:
+        bad_usage(f"--queue: {error}")
+
+
 async def _serve(settings: ProducerSettings, address: str, options: DoorOptions) -> None:
     """Serve until SIGTERM or Ctrl-C; what is in flight goes on, for the door that comes next."""
     import zmq
@@ -102,6 +112,7 @@ async def _serve(settings: ProducerSettings, address: str, options: DoorOptions)
     from producer.client import Producer
     from producer.door.door import Door
     from producer.door.socket import DoorSocket
+    from producer.served import Served
 
     async with Producer(settings) as producer:
         try:
@@ -113,7 +124,10 @@ async def _serve(settings: ProducerSettings, address: str, options: DoorOptions)
             serving = asyncio.ensure_future(Door(producer, socket, options).serve())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-            await asyncio.wait({serving})
+            served = Served(producer.connection, lambda text: typer.echo(text, err=True))
+            served.expect(options.queue)
+            async with served.watching():
+                await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
 

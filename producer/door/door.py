@@ -26,6 +26,7 @@ from producer.door.unclaimed import Answer, Unclaimed
 from producer.door.wire import VERIFIERS, Wire
 from producer.errors import FleetError
 from producer.ids import safe_id
+from producer.queues import QUEUE
 from producer.results import read_result
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class DoorOptions:
     timeout: float = 24 * 3600.0
     max_attempts: int = 3
     priority: int = 3
+    queue: str = QUEUE
     patience: float = 60.0
     look: float = 5.0
     check: float = 15.0
@@ -158,6 +160,7 @@ class Door:
             model=frames.model_of(asked.payload),
             info={"request_id": asked.request_id.decode()},
             priority=options.priority,
+            queue=options.queue,
             max_attempts=options.max_attempts,
             deadlines=Deadlines(agent=options.timeout),
         )

@@ -1,15 +1,14 @@
 -- uses moves.lua
 -- Cancel rollouts: end those that wait, and ask the workers of those that run to cancel them.
--- KEYS: 1 pending set, 2 delayed set, 3 stream of cancels, 4.. job records
---       (and those of moves.lua)
+-- KEYS: job records (and those of moves.lua)
 -- ARGV: 1 time to live of records and streams (s), 2 entries kept in the stream of cancels, 3 why, or "" when their
 --       producer wants it, then the rollout ids
 -- Returns for each rollout in order: "cancelled" (it waited), "requested" (it runs), "done" or "unknown" (nothing done).
 local FIRST = 3
 local answers = {}
-for i = 1, #KEYS - FIRST do
+for i = 1, #KEYS do
   local id = ARGV[FIRST + i]
-  local record = redis.call('HMGET', KEYS[FIRST + i], 'state', 'batch')
+  local record = redis.call('HMGET', KEYS[i], 'state', 'batch')
   local state = record[1]
   if state == 'pending' then
     end_waiting(id, record[2], ARGV[3], ARGV[1])

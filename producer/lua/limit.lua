@@ -13,9 +13,9 @@ end
 local taken_off = 0
 for i = 3, #ARGV do
   local id = ARGV[i]
-  local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked')
+  local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked', 'queue')
   -- One that waits holds it only since it was woken, and is in the queue then.
-  local waits = record[1] == 'pending' and not record[2] and redis.call('ZSCORE', KEY.pending, id)
+  local waits = record[1] == 'pending' and not record[2] and redis.call('ZSCORE', queue_of(record[3]).pending, id)
   if record[1] ~= 'running' and not waits then taken_off = taken_off + redis.call('SREM', KEY.place .. place, id) end
   if not (record[1] == 'pending' and record[2]) then
     taken_off = taken_off + redis.call('ZREM', KEY.parked .. place, id)

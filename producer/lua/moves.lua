@@ -1,5 +1,26 @@
--- What the scripts that end and move records share; broker.script puts it before them, with the tables KEY and LISTS.
--- LISTS has, for each of the queue's lists, its lowest priority, its key, and the score with which it begins in KEY.pending.
+-- What the scripts that end and move records share; broker.script puts it before them, with the tables KEY, QUEUE_KEYS
+-- (of the default queue) and LISTS: of each of a queue's lists its lowest priority, the end of its key, and the score with
+-- which it begins in the queue's pending set.
+
+-- Return a queue by the name that its rollouts' records have: {name, celery, pending, delayed, running, lists}. The default
+-- one has no name there.
+local queues = {}
+local function queue_of(name)
+  name = name or ''
+  if queues[name] then return queues[name] end
+  local default = name == ''
+  local suffix = default and '' or ':' .. name
+  local queue = {name = name, celery = default and QUEUE_KEYS.celery or QUEUE_KEYS.celery_prefix .. name, lists = {}}
+  for _, set in ipairs({'pending', 'delayed', 'running'}) do queue[set] = QUEUE_KEYS[set] .. suffix end
+  for i, list in ipairs(LISTS) do queue.lists[i] = {list[1], queue.celery .. list[2], list[3]} end
+  queues[name] = queue
+  return queue
+end
+
+-- Have everybody know of a queue in which something is put.
+local function make_known(queue)
+  if queue.name ~= '' then redis.call('SADD', QUEUE_KEYS.all, queue.name) end
+end
 
 local function clock()
   local time = redis.call('TIME')
@@ -13,12 +34,30 @@ local function is_stale(policy)
   return now[1] and now[3] ~= 'keep' and tonumber(now[1]) - tonumber(policy) > tonumber(now[2])
 end
 
-local function list_of(priority)
-  local found = LISTS[1]
-  for _, list in ipairs(LISTS) do
+local function list_of(queue, priority)
+  local found = queue.lists[1]
+  for _, list in ipairs(queue.lists) do
     if list[1] <= (tonumber(priority) or 0) then found = list end
   end
   return found
+end
+
+-- Return a wake-up message with the name of its queue in it.
+local function filled_in(message, queue)
+  return (string.gsub(message, KEY.mark, queue.celery, 1))
+end
+
+-- Put a rollout into its queue, at the end or to the front. kombu takes messages from the right end of a list.
+local function send(queue, id, priority, message, since)
+  local list = list_of(queue, priority)
+  redis.call('ZADD', queue.pending, list[3] + since, id)
+  redis.call('LPUSH', list[2], message)
+end
+
+local function send_to_front(queue, id, priority, message)
+  local list = list_of(queue, priority)
+  redis.call('ZADD', queue.pending, list[3], id)
+  redis.call('RPUSH', list[2], message)
 end
 
 local function has_room(place)
@@ -34,18 +73,17 @@ local function wake(place)
     local id = redis.call('ZRANGE', parked, 0, 0)[1]
     if not id then break end
     redis.call('ZREM', parked, id)
-    local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked', 'priority')
+    local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked', 'priority', 'queue')
     if record[1] == 'pending' and record[2] then
       redis.call('SADD', KEY.place .. place, id)
       redis.call('HDEL', KEY.job .. id, 'parked')
-      woken[#woken + 1] = {id, record[2], list_of(record[3])}
+      woken[#woken + 1] = {queue_of(record[4]), id, record[3], record[2]}
     end
   end
-  -- To the front, for they have waited already, the first of them last: kombu takes messages from the right end.
+  -- To the front, for they have waited already, the first of them last.
   for i = #woken, 1, -1 do
-    local id, message, list = unpack(woken[i])
-    redis.call('ZADD', KEY.pending, list[3], id)
-    redis.call('RPUSH', list[2], message)
+    make_known(woken[i][1])
+    send_to_front(unpack(woken[i]))
   end
 end
 
@@ -61,7 +99,7 @@ local function leave(id, places)
 end
 
 -- Take all of the places, or none and park in the first that is full; returns whether they were taken.
-local function enter(id, places, message, since)
+local function enter(queue, id, places, message, since)
   local full
   for place in string.gmatch(places or '', '%S+') do
     redis.call('SADD', KEY.places, place)
@@ -74,9 +112,9 @@ local function enter(id, places, message, since)
     for place in string.gmatch(places or '', '%S+') do redis.call('SADD', KEY.place .. place, id) end
     return true
   end
-  redis.call('HSET', KEY.job .. id, 'parked', message)
-  redis.call('ZREM', KEY.pending, id)
-  redis.call('ZREM', KEY.delayed, id)
+  redis.call('HSET', KEY.job .. id, 'parked', filled_in(message, queue))
+  redis.call('ZREM', queue.pending, id)
+  redis.call('ZREM', queue.delayed, id)
   redis.call('ZADD', KEY.parked .. full, tonumber(since) or clock(), id)
   -- It holds nothing while it waits: others may need what it was woken for.
   for place in string.gmatch(places, '%S+') do
@@ -88,17 +126,19 @@ end
 -- End a rollout that waits, as cancelled. It may have been waiting for a place.
 local function end_waiting(id, batch, reason, ttl)
   local job = KEY.job .. id
+  local record = redis.call('HMGET', job, 'queue', 'places')
+  local queue = queue_of(record[1])
   redis.call('HSET', job, 'state', 'done', 'outcome', 'cancelled', 'finished_ms', clock())
   if reason ~= '' then redis.call('HSET', job, 'reason', reason) end
   redis.call('HDEL', job, 'parked')
   redis.call('EXPIRE', job, ttl)
-  redis.call('ZREM', KEY.pending, id)
-  redis.call('ZREM', KEY.delayed, id)
+  redis.call('ZREM', queue.pending, id)
+  redis.call('ZREM', queue.delayed, id)
   redis.call('ZREM', KEY.versions, id)
   local stream = KEY.stream .. batch
   redis.call('XADD', stream, '*', 'id', id, 'outcome', 'cancelled')
   redis.call('EXPIRE', stream, ttl)
-  leave(id, redis.call('HGET', job, 'places'))
+  leave(id, record[2])
 end
 
 -- Ask the worker of a rollout that runs to cancel it. The mark outlives a worker that restarts or misses the entry; the
@@ -130,28 +170,29 @@ local function choose_gateway(id, job, gateways)
   return chosen
 end
 
--- Of every so many claims, have the next one be of a list that is not served first: of those, what waits longest. kombu
--- serves the lists strictly in order, and a full first one would keep the others waiting for ever.
-local function serve_later_lists(share)
+-- Of every so many claims of a queue, have the next one be of a list that is not served first: of those, what waits
+-- longest. Workers serve a queue's lists strictly in order, and a full first one would keep the others waiting for ever.
+local function serve_later_lists(queue, share)
   local later = {}
-  for _, list in ipairs(LISTS) do
+  for _, list in ipairs(queue.lists) do
     if redis.call('LLEN', list[2]) > 0 then later[#later + 1] = list end
   end
   if #later < 2 then return end
-  local served = redis.call('HINCRBY', KEY.lanes, 'served', 1)
+  local served = redis.call('HINCRBY', KEY.lanes, queue.celery, 1)
   redis.call('EXPIRE', KEY.lanes, 60)
   if served % share ~= 0 then return end
   local found, oldest
   for i = 2, #later do
     local readable, parsed = pcall(cjson.decode, redis.call('LINDEX', later[i][2], -1))
     local id = readable and type(parsed) == 'table' and type(parsed.headers) == 'table' and parsed.headers.id
-    local score = type(id) == 'string' and redis.call('ZSCORE', KEY.pending, id)
+    local score = type(id) == 'string' and redis.call('ZSCORE', queue.pending, id)
     -- One that nobody waits for any more goes first: the next worker drops it, and what is behind it is served.
     local since = score and tonumber(score) - later[i][3] or -1
     if not oldest or since < oldest then found, oldest = {later[i][2], score and id}, since end
   end
   if not found then return end
-  redis.call('LMOVE', found[1], LISTS[1][2], 'RIGHT', 'RIGHT')
-  if found[2] then redis.call('ZADD', KEY.pending, LISTS[1][3], found[2]) end
+  local first = queue.lists[1]
+  redis.call('LMOVE', found[1], first[2], 'RIGHT', 'RIGHT')
+  if found[2] then redis.call('ZADD', queue.pending, first[3], found[2]) end
 end
 

@@ -40,9 +40,9 @@ def stored(url: str, count: int) -> None:
         request = _request(number)
         result = RolloutResult.for_request(request, StopCondition.COMPLETED, reward=1.0)
         meta = {"status": "SUCCESS", "result": result, "traceback": None, "children": [], "task_id": request.rollout_id}
-        job, lists = broker.job_key(request.rollout_id), [broker.PENDING, broker.RUNNING, broker.DELAYED]
-        claim(keys=[job, *lists], args=[request.rollout_id, "w", 60_000, ttl, "", ""], client=pipe)
-        keys = [job, broker.RUNNING, broker.stream_key("b"), broker.result_key(request.rollout_id), broker.LEDGER]
+        job = broker.job_key(request.rollout_id)
+        claim(keys=[job], args=[request.rollout_id, "w", 60_000, ttl, "", "", ""], client=pipe)
+        keys = [job, broker.stream_key("b"), broker.result_key(request.rollout_id), broker.LEDGER]
         data = broker.encode_result(meta)
         commit(keys=keys, args=[request.rollout_id, 1, "completed", ttl, data, "owned"], client=pipe)
         same = meta | {"task_id": f"plain-{number}", "result": result.model_dump(mode="json")}

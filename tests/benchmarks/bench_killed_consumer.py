@@ -41,9 +41,8 @@ class Ending:
             rollout_id, job = request.rollout_id, broker.job_key(request.rollout_id)
             result = RolloutResult.for_request(request, StopCondition.COMPLETED)
             data = broker.encode_result({"status": "SUCCESS", "result": result, "task_id": rollout_id})
-            lists = [broker.PENDING, broker.RUNNING, broker.DELAYED]
-            self._claim(keys=[job, *lists], args=[rollout_id, "w", 60_000, ttl, "", ""])
-            keys = [job, broker.RUNNING, broker.stream_key(BATCH), broker.result_key(rollout_id), broker.LEDGER]
+            self._claim(keys=[job], args=[rollout_id, "w", 60_000, ttl, "", "", ""])
+            keys = [job, broker.stream_key(BATCH), broker.result_key(rollout_id), broker.LEDGER]
             self._commit(keys=keys, args=[rollout_id, 1, "completed", ttl, data, "owned"])
 
 

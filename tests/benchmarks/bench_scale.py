@@ -135,7 +135,7 @@ def view() -> None:
 
         def scrape() -> None:
             queue.forget()
-            assert f"rollouts_queued {QUEUED:.1f}" in generate_latest(registry).decode()
+            assert f'rollouts_queued{{queue="rollouts"}} {QUEUED:.1f}' in generate_latest(registry).decode()
 
         with Heartbeat() as heart:
             swept, scraped = milliseconds(sweep_now), milliseconds(scrape)

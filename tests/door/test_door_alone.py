@@ -56,9 +56,8 @@ class Workers:
     def claim(self, request_id: str) -> RolloutRequest:
         request = self.request(request_id)
         assert request is not None
-        lists = [broker.PENDING, broker.RUNNING, broker.DELAYED]
         job = broker.job_key(request.rollout_id)
-        self._claim(keys=[job, *lists], args=[request.rollout_id, "w", 60_000, TTL, "", ""])
+        self._claim(keys=[job], args=[request.rollout_id, "w", 60_000, TTL, "", "", ""])
         return request
 
     def end(self, request: RolloutRequest, *deltas: bytes) -> None:
@@ -67,7 +66,7 @@ class Workers:
             request, StopCondition.COMPLETED, attempt=1, episode=answer.model_dump(mode="json")
         )
         data = broker.encode_result({"status": "SUCCESS", "result": result, "task_id": request.rollout_id})
-        keys = [broker.job_key(request.rollout_id), broker.RUNNING, broker.stream_key(request.batch_id)]
+        keys = [broker.job_key(request.rollout_id), broker.stream_key(request.batch_id)]
         keys += [broker.result_key(request.rollout_id), broker.LEDGER]
         self._commit(keys=keys, args=[request.rollout_id, 1, "completed", TTL, data, "owned"])
 

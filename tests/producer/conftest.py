@@ -77,9 +77,8 @@ class StandInWorker(threading.Thread):
             self.finish(result)
 
     def claim(self, rollout_id: str) -> RolloutRequest | None:
-        keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        args = [rollout_id, "stand-in", LEASE_MS, RECORD_TTL, "", self._wakeup.render(rollout_id)]
-        status, *found = self._claim(keys=keys, args=args)
+        args = [rollout_id, "stand-in", LEASE_MS, RECORD_TTL, "", self._wakeup.render(rollout_id, None), ""]
+        status, *found = self._claim(keys=[broker.job_key(rollout_id)], args=args)
         return RolloutRequest.parse(found[-1]) if status == b"claimed" else None
 
     def end_cancelled(self) -> None:
@@ -97,7 +96,7 @@ class StandInWorker(threading.Thread):
         meta = backend._get_result_meta(result=result, state="SUCCESS", traceback=None, request=None)
         stream = broker.stream_key(result.batch_id)
         ended = self._commit(
-            keys=[broker.job_key(rollout_id), broker.RUNNING, stream, broker.result_key(rollout_id)],
+            keys=[broker.job_key(rollout_id), stream, broker.result_key(rollout_id)],
             args=[
                 rollout_id,
                 self.client.hget(broker.job_key(rollout_id), "attempt"),

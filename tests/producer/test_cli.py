@@ -481,7 +481,7 @@ def test_status_shows_workers_queues_and_phases(redis_url, idle_worker):
     assert [w["name"] for w in found["workers"]] == ["w1"]
     assert found["phases"] == {"agent": 2}
     assert (found["pending"], found["running"], found["lapsed"]) == (1, 1, 1)
-    assert found["queues"]["priority 9"] == 1
+    assert found["queues"]["rollouts"]["messages"]["priority 9"] == 1
     table = CliRunner().invoke(app, ["status", "--redis-url", redis_url]).stdout
     assert "w1" in table
     assert "in agent" in table

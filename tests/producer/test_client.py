@@ -29,6 +29,7 @@ from producer import (
 )
 from producer.connection import CHUNK
 from producer.ids import sample_rollout_id
+from producer.queues import LIST_SPAN
 from producer.server import redact
 
 
@@ -44,7 +45,7 @@ def test_submit_writes_the_record_and_sends_one_wake_up_message(settings, idle_w
     client = idle_worker.client
     record = client.hgetall(broker.job_key("r-0"))
     assert RolloutRequest.parse(record.pop(b"request")) == request
-    third_list = 2 * broker.LIST_SPAN  # priority 7 is served from the third of the queue's lists
+    third_list = 2 * LIST_SPAN  # priority 7 is served from the third of the queue's lists
     assert client.zscore(broker.PENDING, "r-0") == third_list + int(record.pop(b"enqueued_ms"))
     assert record == {
         b"state": b"pending",

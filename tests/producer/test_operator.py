@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from producer import Producer, RolloutRequest, StopCondition, broker
 from producer import operator_cli as _commands  # noqa: F401 - registers them
 from producer.cli import app
+from producer.counts import Counts, QueueCounts
 from producer.settings import ProducerSettings
 from producer.status import FleetStatus
 from producer.watch import Rates
@@ -38,11 +39,11 @@ class Fleet:
         asyncio.run(act())
 
     def claim(self, rollout_id: str, worker: str = "w1@a", lease_ms: int = 60_000) -> int:
-        keys = [broker.job_key(rollout_id), broker.PENDING, broker.RUNNING, broker.DELAYED]
-        return int(self.claim_script(keys=keys, args=[rollout_id, worker, lease_ms, 1000, "", b"message"])[1])
+        args = [rollout_id, worker, lease_ms, 1000, "", b"message", ""]
+        return int(self.claim_script(keys=[broker.job_key(rollout_id)], args=args)[1])
 
     def end(self, rollout_id: str, attempt: int, batch: str = "default", outcome: str = "has_error") -> None:
-        keys = [broker.job_key(rollout_id), broker.RUNNING, broker.stream_key(batch), broker.result_key(rollout_id)]
+        keys = [broker.job_key(rollout_id), broker.stream_key(batch), broker.result_key(rollout_id)]
         args = [rollout_id, attempt, outcome, 1000, b"the result", "owned"]
         assert self.commit_script(keys=[*keys, broker.LEDGER], args=args) == 1
 
@@ -237,7 +238,7 @@ def test_the_view_shows_pools_rates_and_the_oldest() -> None:
     from rich.console import Console
 
     workers = [{"name": name, "running": 3, "concurrency": 10} for name in ("gpu@a", "gpu@b", "cpu@c")]
-    status = FleetStatus("redis://r", workers, pending=5, oldest=300)
+    status = FleetStatus("redis://r", workers, Counts({"rollouts": QueueCounts(pending=5, oldest=300)}))
     console = Console(width=120)
     with console.capture() as captured:
         console.print(status.view({"attempts": 2.0, "completed": 1.5, "has_error": 0.0}))
@@ -248,6 +249,7 @@ def test_the_view_shows_pools_rates_and_the_oldest() -> None:
         "gpu": {"workers": 2, "running": 6, "slots": 20},
     }
     assert "the oldest for 5 min" in shown
+    assert "queues" not in shown, "there is one"
     assert "2.0 begun" in shown
     assert "1.5 completed" in shown
     assert "has_error" not in shown

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from producer import broker
 from producer.cli import app
+from producer.counts import Counts, QueueCounts
 from producer.status import FleetStatus
 from producer.worker_report import span
 
@@ -37,8 +38,10 @@ def shown(status: FleetStatus, width: int = 120) -> str:
     return captured.get()
 
 
-def status_of(*workers: dict[str, Any], **fields: Any) -> FleetStatus:
-    return FleetStatus("redis://r:6379/0", list(workers), **fields)
+def status_of(
+    *workers: dict[str, Any], queues: dict[str, QueueCounts] | None = None, parked: int = 0, **fields: Any
+) -> FleetStatus:
+    return FleetStatus("redis://r:6379/0", list(workers), Counts(queues or {}, parked), **fields)
 
 
 def row(text: str, first: str) -> list[str]:
@@ -48,13 +51,15 @@ def row(text: str, first: str) -> list[str]:
 
 
 def test_the_counts_are_in_one_place() -> None:
-    queues = {"priority 0": 3, "priority 3": 1200, "priority 6": 0, "maintenance": 1}
-    text = shown(status_of(worker(), worker("w2@b"), queues=queues, pending=1203, delayed=40, running=196))
+    queue = QueueCounts(pending=1203, delayed=40, running=196, messages=(3, 1200, 0, 0))
+    status = status_of(worker(), worker("w2@b"), queues={"rollouts": queue}, maintenance=1, parked=7)
+    text = shown(status)
     assert row(text, "running")[1:5] == ["196", "of", "200", "slots"]
     assert "16 in sandbox · 180 in agent" in text, "in the order of the phases, over all workers"
     assert "priority 0: 3 · priority 3: 1,200 · maintenance: 1" in text
     assert row(text, "queued")[1] == "1,203"
     assert row(text, "delayed")[1] == "40"
+    assert row(text, "parked")[1] == "7"
     assert "!" not in text, "nothing needs attention"
 
 
@@ -98,10 +103,38 @@ def test_a_loop_that_was_blocked_is_told_with_who_did_it_while_it_is_fresh() -> 
 
 def test_leaks_lapsed_leases_a_hung_worker_and_a_drain_are_told() -> None:
     assert status_of(worker(state="hung")).attention[0].startswith("w1@a hangs: it has given up what it ran")
-    lines = status_of(worker(state="draining", running=7), lapsed=1, leaked=2).attention
+    lapsed = {"rollouts": QueueCounts(lapsed=1)}
+    lines = status_of(worker("w2@b"), worker(state="draining", running=7), queues=lapsed, leaked=2).attention
     assert lines[0] == "w1@a is shutting down and takes nothing new; 7 rollouts left"
     assert "1 rollout lost the worker" in lines[1]
     assert lines[2].endswith("rollouts leaks")
+
+
+def test_each_queue_is_a_row_and_one_that_nobody_serves_is_told_first() -> None:
+    queues = {
+        "rollouts": QueueCounts(running=4, oldest=0.0),
+        "gpu": QueueCounts(pending=12, delayed=1, oldest=300.0),
+        "cpu": QueueCounts(pending=2, running=9),
+    }
+    serving = worker("w1@a", queues=["rollouts", "cpu"]), worker("w2@b", queues=["cpu"])
+    status = status_of(*serving, worker("w3@c", queues=["gpu"], state="draining"), queues=queues)
+    assert status.unserved == {"gpu": 13}, "one that shuts down takes nothing"
+    assert status.attention[0] == (
+        "13 rollouts wait in queue gpu, which no worker serves; start one with: ROLLOUTS_QUEUES=gpu rollouts worker"
+    )
+    text = shown(status)
+    assert row(text, "gpu") == ["gpu", "0", "12", "1", "0", "0", "5", "min"]
+    assert row(text, "cpu") == ["cpu", "2", "2", "0", "9", "0", "-"]
+    told = status.as_dict()["queues"]["gpu"]
+    assert (told["workers"], told["pending"], told["oldest_queued_seconds"]) == (0, 12, 300.0)
+
+
+def test_a_queue_that_is_served_and_empty_is_shown_and_no_worker_at_all_is_told_once() -> None:
+    queues = {"rollouts": QueueCounts(pending=3), "gpu": QueueCounts()}
+    assert status_of(queues=queues).attention == ["no worker is alive; start one with: rollouts worker"]
+    status = status_of(worker(), worker("w2@b", queues=["gpu"]), queues=queues)
+    assert status.attention == [], "a worker that does not tell serves the default one"
+    assert row(shown(status), "gpu")[:3] == ["gpu", "1", "0"]
 
 
 def test_without_workers_it_says_how_to_start_one() -> None:

@@ -16,6 +16,7 @@ from support import RedisServer
 
 from producer import broker
 from producer.contract import Phase, RolloutRequest, StopCondition
+from producer.queues import QUEUES, pending_key, running_key
 from workers import instruments, metrics
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore
@@ -46,6 +47,10 @@ def scraped(*collectors: Collector) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
+def of(name: str, queue: str = "rollouts") -> str:
+    return f'{name}{{queue="{queue}"}}'
+
+
 def counted(name: str) -> float:
     return scraped(*instruments.ALL).get(name, 0.0)
 
@@ -73,18 +78,33 @@ def test_the_queue_is_told_as_redis_has_it(redis_url: str) -> None:
         finally:
             store.client.config_set("maxmemory", 0)
 
-        assert 60 <= found["rollouts_oldest_queued_seconds"] < 70
-        assert (found["rollouts_queued"], found["rollouts_delayed"], found["rollouts_parked"]) == (3, 1, 2)
-        assert (found["rollouts_running"], found["rollouts_lapsed"], found["rollouts_redis_up"]) == (2, 1, 1)
+        assert 60 <= found[of("rollouts_oldest_queued_seconds")] < 70
+        assert (found[of("rollouts_queued")], found[of("rollouts_delayed")], found["rollouts_parked"]) == (3, 1, 2)
+        assert (found[of("rollouts_running")], found[of("rollouts_lapsed")], found["rollouts_redis_up"]) == (2, 1, 1)
         assert found["rollouts_redis_memory_limit_bytes"] == 10**9
         assert 0 < found["rollouts_redis_memory_used_bytes"] < 10**9
+
+
+def test_each_queue_is_told_and_which_of_them_this_worker_serves(redis_url: str) -> None:
+    with queue_of(redis_url) as (store, _):
+        now = store.now_ms()
+        store.client.sadd(QUEUES, "gpu")
+        store.client.zadd(pending_key("gpu"), {"a": now - 9_000, "b": now})
+        store.client.zadd(running_key("gpu"), {"c": now + 60_000})
+        found = scraped(QueueCollector(store, ("cpu",)))
+
+    assert (found[of("rollouts_queued", "gpu")], found[of("rollouts_running", "gpu")]) == (2, 1)
+    assert 9 <= found[of("rollouts_oldest_queued_seconds", "gpu")] < 19
+    assert [found[of("rollouts_queued", queue)] for queue in ("rollouts", "cpu")] == [0, 0], "nothing waits there"
+    assert found[of("rollouts_serves", "cpu")] == 1
+    assert of("rollouts_serves") not in found
 
 
 def test_an_empty_queue_is_not_old(redis_url: str) -> None:
     with queue_of(redis_url) as (_, queue):
         found = scraped(queue)
 
-    assert (found["rollouts_queued"], found["rollouts_oldest_queued_seconds"]) == (0, 0)
+    assert (found[of("rollouts_queued")], found[of("rollouts_oldest_queued_seconds")]) == (0, 0)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -93,7 +113,7 @@ def test_a_scrape_without_redis_tells_the_rest(
 ) -> None:
     monkeypatch.setattr(metrics, "_FRESH", 0.0)
     with queue_of(own_redis.url) as (_, queue):
-        assert scraped(queue)["rollouts_queued"] == 0
+        assert scraped(queue)[of("rollouts_queued")] == 0
         assert own_redis.process is not None
         own_redis.process.send_signal(how)
         began = time.monotonic()
@@ -101,7 +121,7 @@ def test_a_scrape_without_redis_tells_the_rest(
         took = time.monotonic() - began
 
     assert (found["rollouts_redis_up"], found["rollouts_concurrency"]) == (0, 7)
-    assert "rollouts_queued" not in found
+    assert of("rollouts_queued") not in found
     assert took < 10 * PATIENCE
 
 
@@ -112,7 +132,7 @@ def test_a_user_that_may_not_ask_for_memory_still_sees_the_queue(redis_url: str)
             found = scraped(queue)
         store.client.acl_deluser("few")
 
-    assert (found["rollouts_redis_up"], found["rollouts_queued"]) == (1, 0)
+    assert (found["rollouts_redis_up"], found[of("rollouts_queued")]) == (1, 0)
     assert "rollouts_redis_memory_used_bytes" not in found
 
 
