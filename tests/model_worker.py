@@ -5,11 +5,13 @@ from __future__ import annotations
 from celery import Celery
 
 from producer import RolloutResult, StopCondition, broker
+from producer.queues import queue_keys
 from workers import results
 from workers.jobs import Claim, JobStore
 from workers.sweep import sweep
 
 NAME = "w"
+QUEUES = ("rollouts", "gpu")
 
 
 def backend_app(redis_url: str) -> Celery:
@@ -29,7 +31,7 @@ class ModelWorker:
 
     def serve_one(self) -> bool:
         """Take the next message, and claim its rollout if that can be; returns whether there was a message."""
-        for key in broker.queue_keys():
+        for key in (key for queue in QUEUES for key in queue_keys(queue)):
             message = self._store.client.rpop(key)
             if message is not None:
                 rollout_id = message.split(b'"id":"')[1].split(b'"')[0].decode()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from celery import Celery, signals
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
+import workers.pool  # noqa: F401  # a dotted pool path must be importable before Celery looks for it
 from producer import broker
-from producer.queues import celery_name, rollout_queue
+from producer.queues import celery_name
 from workers import results, transport
 from workers.fleet import Fleet
-from workers.pool import AsyncioPool  # also for Celery: a dotted pool path must be importable before it looks for it
-from workers.registry import ConfigurationError
 from workers.settings import WorkerSettings
 from workers.tasks import register_tasks
 from workers.telemetry import configure_logging
@@ -71,28 +69,29 @@ def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str
         }
     )
     fleet = Fleet(settings, app, os.environ if environ is None else environ)
-
-    def lifespan(pool: AsyncioPool) -> AbstractAsyncContextManager[None]:
-        _require_queues(app, settings)
-        return fleet.lifespan(pool)
-
-    app.pool_lifespan = lifespan
+    app.pool_lifespan = fleet.lifespan
     app.pool_drain_timeout = settings.drain_timeout
     app.rollout_fleet = fleet
     register_tasks(app, fleet)
     _use_own_logging(settings)
+    _require_own_queues(app, settings)
     return app
 
 
-def _require_queues(app: Celery, settings: WorkerSettings) -> None:
-    """Refuse what celery's ``-Q`` and ``-X`` chose instead of the settings: others are told what these say."""
-    others = {broker.MAINTENANCE_QUEUE, broker.HEALTH_QUEUE}
-    chosen = {name: rollout_queue(name) for name in app.amqp.queues.consume_from if name not in others}
-    if set(chosen.values()) != set(settings.queues):
-        raise ConfigurationError(
-            f"celery's -Q or -X chose the queues {', '.join(chosen) or '(none)'}, and ROLLOUTS_QUEUES is "
-            f"{','.join(settings.queues)}: leave them out, and name in ROLLOUTS_QUEUES which queues this worker serves"
-        )
+def _require_own_queues(app: Celery, settings: WorkerSettings) -> None:
+    """Refuse what celery's ``-Q`` and ``-X`` chose instead of the settings: others go by what these say."""
+
+    def require(instance: Any = None, **_: Any) -> None:
+        chosen = instance.app.amqp.queues.consume_from.items() if instance.app is app else ()
+        names = [n for n, queue in chosen if n != broker.MAINTENANCE_QUEUE and not isinstance(queue, Broadcast)]
+        if chosen and set(names) != set(map(celery_name, settings.queues)):
+            raise SystemExit(
+                f"this worker would take from {', '.join(names) or 'no queue of rollouts'} by celery's -Q or -X, and "
+                f"ROLLOUTS_QUEUES is {','.join(settings.queues)}: leave them out, and name in ROLLOUTS_QUEUES the "
+                "queues whose rollouts it is to run"
+            )
+
+    signals.celeryd_after_setup.connect(require, weak=False, dispatch_uid="rollouts")
 
 
 def _use_own_logging(settings: WorkerSettings) -> None:

@@ -12,13 +12,15 @@ from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from model_worker import NAME, ModelWorker, backend_app
+from model_worker import NAME, QUEUES, ModelWorker, backend_app
 
 from producer import OnStale, Producer, ProducerSettings, RolloutRequest, StopCondition, broker
+from producer.queues import pending_key, running_key
 from workers.history import HandBack
 from workers.jobs import JobStore, Requeue
 
 T = TypeVar("T")
+BOTH = st.sampled_from(QUEUES)
 
 
 class Delivery(RuleBasedStateMachine):
@@ -45,14 +47,14 @@ class Delivery(RuleBasedStateMachine):
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 
-    @rule(count=st.integers(1, 3), version=st.sampled_from([None, 0, 1, 2, 3]), attempts=st.integers(1, 2))
-    def submit(self, count: int, version: int | None, attempts: int) -> None:
+    @rule(count=st.integers(1, 3), version=st.sampled_from([None, 0, 1, 2, 3]), attempts=st.integers(1, 2), queue=BOTH)
+    def submit(self, count: int, version: int | None, attempts: int, queue: str) -> None:
         made = []
         for _ in range(count):
             rollout_id = f"r{len(self.submitted)}"
             self.submitted[rollout_id] = -1 if version is None else version
             fields = {"rollout_id": rollout_id, "batch_id": "b", "policy_version": version, "max_attempts": attempts}
-            made.append(RolloutRequest.parse({"model": "m"} | fields))
+            made.append(RolloutRequest.parse({"model": "m", "queue": queue} | fields))
         self.run(self.producer.connection.submit(made))
         self.run(self.producer.connection.submit(made))  # as after a lost reply
 
@@ -90,8 +92,8 @@ class Delivery(RuleBasedStateMachine):
     @rule()
     def worker_dies(self) -> None:
         lost, self.worker.running = self.worker.running, {}
-        for rollout_id in lost:
-            self.store.client.zadd(broker.RUNNING, {rollout_id: 1})
+        for rollout_id, claim in lost.items():
+            self.store.client.zadd(running_key(claim.parsed().queue), {rollout_id: 1})
         self.worker.sweep()
         for claim in lost.values():  # it was only believed dead, and comes too late
             self.store.commit(claim.rollout_id, claim.attempt, "b", StopCondition.COMPLETED, b"late")
@@ -143,6 +145,7 @@ class Delivery(RuleBasedStateMachine):
         assert sorted(self.delivered) == sorted(self.submitted)
         assert self.ended == len(self.submitted)
         assert not self.store.client.exists(broker.PENDING, broker.RUNNING, broker.VERSIONS, broker.PLACES)
+        assert not self.store.client.exists(pending_key("gpu"), running_key("gpu"))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 from emulators.prime import PrimeEmulator
 from support import RedisServer, command, free_port
 
+from producer import queues
 from workers import doctor
 from workers.doctor import State, examine
 from workers.interception import InterceptingGateway
@@ -82,11 +83,19 @@ def test_all_is_well(own_redis: RedisServer, gateway: InterceptingGateway, accou
         tunnel_provider="prime",
     )
     assert {check: state for check, (state, _) in found.items()} == dict.fromkeys(
-        ("redis", "clock", "settings", "gateway", "upstream", "platform", "frpc"), State.OK
+        ("redis", "clock", "queues", "settings", "gateway", "upstream", "platform", "frpc"), State.OK
     )
     assert account.api_url in found["platform"][1]
     assert account.api_key not in str(found)
     assert account.leaked() == {"sandboxes": [], "tunnels": [], "processes": []}
+
+
+def test_rollouts_in_a_queue_that_nobody_serves(own_redis: RedisServer) -> None:
+    own_redis.client.sadd(queues.QUEUES, "gpu")
+    own_redis.client.zadd(queues.pending_key("gpu"), {"r1": 1, "r2": 2})
+    state, message = findings(redis_url=own_redis.url)["queues"]
+    assert state is State.WARN
+    assert message.startswith("2 rollouts wait in queue gpu, which no worker serves; start one with: ROLLOUTS_QUEUES=")
 
 
 def prime() -> tuple[State, str]:

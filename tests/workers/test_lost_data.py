@@ -13,12 +13,14 @@ from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from model_worker import NAME, ModelWorker, backend_app
+from model_worker import NAME, QUEUES, ModelWorker, backend_app
 
 from producer import Producer, ProducerSettings, RolloutRequest, broker
+from producer.queues import running_key
 from workers.jobs import JobStore
 
 T = TypeVar("T")
+
 _ROUNDS = 3  #: round trips to the server, in which what the producer has asked is answered
 _END = 20.0
 
@@ -55,10 +57,10 @@ class LostData(RuleBasedStateMachine):
 
     # -- the batch -----------------------------------------------------------------------------------------------------
 
-    @rule(count=st.integers(1, 3))
-    def submit(self, count: int) -> None:
+    @rule(count=st.integers(1, 3), queue=st.sampled_from(QUEUES))
+    def submit(self, count: int, queue: str) -> None:
         for _ in range(count):
-            fields = {"model": "m", "rollout_id": f"r{self.asked}"}
+            fields = {"model": "m", "rollout_id": f"r{self.asked}", "queue": queue}
             self.requests.put_nowait(RolloutRequest.parse(fields))
             self.asked += 1
         self.go_on()
@@ -127,8 +129,9 @@ class LostData(RuleBasedStateMachine):
         """The source ends; the worker goes on and the sweep runs, until all is delivered."""
         self.requests.put_nowait(None)
         self.worker.end_all()
-        for lapsed in self.store.client.zrange(broker.RUNNING, 0, -1):  # of claims that only the server remembers
-            self.store.client.zadd(broker.RUNNING, {lapsed: 1})
+        for key in map(running_key, QUEUES):
+            for lapsed in self.store.client.zrange(key, 0, -1):  # of claims that only the server remembers
+                self.store.client.zadd(key, {lapsed: 1})
         self.run(self.to_the_end())
         self.runner.close()
         assert sorted(self.delivered) == sorted(f"r{n}" for n in range(self.asked))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from producer import Producer, ProducerSettings, RolloutRequest, StopCondition, broker
+from producer.queues import pending_key, queue_keys, running_key
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Requeue
 from workers.places import Places
@@ -248,8 +249,11 @@ def test_a_message_that_is_not_ours_does_not_hold_up_the_lanes(store, redis_url)
 # -- no wake-up is lost: any order of claims, ends, hand-backs, cancellations and limits -------------------------------
 
 
+BOTH = ("rollouts", "gpu")
+
+
 class Fleet(RuleBasedStateMachine):
-    """Keeps the messages that the queue holds apart, and lets any of them be served next."""
+    """Keeps the messages that each queue's lists hold apart, and lets any of them be served next."""
 
     url = ""
     store: JobStore
@@ -260,11 +264,16 @@ class Fleet(RuleBasedStateMachine):
         self.running: dict[str, Claim] = {}
         self.made = 0
 
-    @rule(env=st.sampled_from("xy"), gateways=st.sampled_from([(), (ONE,), (ONE, TWO)]), eval_=st.booleans())
-    def submit(self, env: str, gateways: tuple[str, ...], eval_: bool) -> None:
+    @rule(
+        env=st.sampled_from("xy"),
+        gateways=st.sampled_from([(), (ONE,), (ONE, TWO)]),
+        eval_=st.booleans(),
+        queue=st.sampled_from(BOTH),
+    )
+    def submit(self, env: str, gateways: tuple[str, ...], eval_: bool, queue: str) -> None:
         purpose = "eval" if eval_ else "train"
         request = {"rollout_id": f"r{self.made}", "environment": env, "gateway_urls": gateways, "purpose": purpose}
-        submit(self.url, request)
+        submit(self.url, request | {"queue": queue})
         self.made += 1
 
     @rule(place=st.sampled_from(["env:x", "env:y", f"gateway:{ONE}"]), count=st.sampled_from([None, 1, 2]))
@@ -273,18 +282,24 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def serve(self, data: st.DataObject) -> None:
-        keys = [key for key in broker.queue_keys() if self.store.client.llen(key)]
+        keys = self._lists()
         if not keys:
             return
         key = data.draw(st.sampled_from(keys))
+        # By a worker of that queue: nothing of another one is found there.
+        self.store._serves = " gpu " if key in queue_keys("gpu") else " rollouts "
         rollout_id = self.store.client.rpop(key).split(b'"id":"')[1].split(b'"')[0].decode()
         before = self._holders()
         claim = self.store.claim(rollout_id, "w")
+        assert claim != "elsewhere"
         if isinstance(claim, Claim):
             self.running[rollout_id] = claim
         for place, holders in self._holders().items():
             limit = self.store.client.hget(broker.LIMITS, place)
             assert limit is None or holders <= max(int(limit), before.get(place, 0)), "no limit is exceeded"
+
+    def _lists(self) -> list[str]:
+        return [key for queue in BOTH for key in queue_keys(queue) if self.store.client.llen(key)]
 
     def _holders(self) -> dict[bytes, int]:
         client = self.store.client
@@ -299,7 +314,7 @@ class Fleet(RuleBasedStateMachine):
         elif how == "release":
             self.store.release(claim.parsed(), claim.attempt, "w", BACK)
         else:
-            self.store.client.zadd(broker.RUNNING, {claim.rollout_id: 1})
+            self.store.client.zadd(running_key(claim.parsed().queue), {claim.rollout_id: 1})
             for lapsed in self.store.lapsed():
                 self.store.requeue_lapsed(lapsed, BACK)
 
@@ -312,6 +327,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
+        self.store.forget_queues()
         assert Places(self.store.client).mend() == 0, "nothing was lost, so there is nothing to mend"
 
     @invariant()
@@ -325,12 +341,14 @@ class Fleet(RuleBasedStateMachine):
                 assert limit is not None
                 assert len(holders) >= int(limit)
             for rollout_id in holders - set(self.running):
-                assert client.zscore(broker.PENDING, rollout_id) is not None, "it was woken, and will be served"
+                scores = [client.zscore(pending_key(queue), rollout_id) for queue in self.store.queues()]
+                assert any(score is not None for score in scores), "it was woken, and will be served"
 
     def teardown(self) -> None:
         """Whatever happened, all of them come to an end when they are served."""
+        self.store._serves = ""
         for _ in range(10_000):
-            keys = [key for key in broker.queue_keys() if self.store.client.llen(key)]
+            keys = self._lists()
             if keys:
                 rollout_id = self.store.client.rpop(keys[0]).split(b'"id":"')[1].split(b'"')[0].decode()
                 claim = self.store.claim(rollout_id, "w")
@@ -342,7 +360,10 @@ class Fleet(RuleBasedStateMachine):
                 break
         states = {self.store.client.hget(broker.job_key(f"r{n}"), "state") for n in range(self.made)}
         assert states <= {b"done"}
-        assert not self.store.client.exists(broker.PLACES, broker.PENDING, broker.RUNNING, broker.VERSIONS)
+        sets = [key(queue) for key in (pending_key, running_key) for queue in BOTH]
+        assert not self.store.client.exists(broker.PLACES, broker.VERSIONS, *sets)
+        self.store.forget_queues()
+        assert self.store.queues() == ["rollouts"]
 
 
 def test_no_wake_up_is_lost_and_no_limit_exceeded_whatever_happens(store, redis_url):
