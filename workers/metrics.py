@@ -37,11 +37,15 @@ _FRESH = 1.0
 
 #: What is told of each queue: the metric's name, its meaning, and the figure.
 _OF_A_QUEUE: tuple[tuple[str, str, Callable[[QueueCounts], float]], ...] = (
-    ("queued", "Rollouts of the fleet that wait for a worker.", lambda of: of.pending),
-    ("delayed", "Rollouts of the fleet that failed, and wait.", lambda of: of.delayed),
-    ("running", "Rollouts of the fleet that hold a lease.", lambda of: of.running),
-    ("lapsed", "Rollouts of the fleet whose lease lapsed.", lambda of: of.lapsed),
-    ("oldest_queued_seconds", "For how long the oldest of those that are queued has waited.", lambda of: of.oldest),
+    ("rollouts_queued", "Rollouts of the fleet that wait for a worker.", lambda of: of.pending),
+    ("rollouts_delayed", "Rollouts of the fleet that failed, and wait.", lambda of: of.delayed),
+    ("rollouts_running", "Rollouts of the fleet that hold a lease.", lambda of: of.running),
+    ("rollouts_lapsed", "Rollouts of the fleet whose lease lapsed.", lambda of: of.lapsed),
+    (
+        "rollouts_oldest_queued_seconds",
+        "For how long the oldest of those that are queued has waited.",
+        lambda of: of.oldest,
+    ),
 )
 
 
@@ -110,7 +114,7 @@ class QueueCollector(Collector):
         counting.ask(pipe)
         counts = counting.read(pipe.execute())
         for name, what, value in _OF_A_QUEUE:
-            family = GaugeMetricFamily(f"rollouts_{name}", what, labels=["queue"])
+            family = GaugeMetricFamily(name, what, labels=["queue"])
             for queue, of in counts.queues.items():
                 family.add_metric([queue], value(of))
             yield family

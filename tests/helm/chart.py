@@ -40,8 +40,9 @@ class Helm:
         assert done.returncode != 0, "these values were taken"
         return done.stderr
 
-    def notes(self, values: str, *, release: str = "fleet") -> str:
-        done = self._run("install", release, str(CHART), "--values", str(CI[values]), "--dry-run=client")
+    def notes(self, values: str, over: dict[str, Any] | None = None, *, release: str = "fleet") -> str:
+        command = ["install", release, str(CHART), "--values", str(CI[values]), "--values", "-", "--dry-run=client"]
+        done = self._run(*command, stdin=json.dumps(over or {}))
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("NOTES:")[2]
 

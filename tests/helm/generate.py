@@ -21,7 +21,7 @@ from workers.settings import WorkerSettings
 
 #: Settings that the chart makes from other values, or that mean nothing in a pod.
 OWN = {
-    *("redis_url", "fleet", "concurrency", "drain_timeout", "environments", "secret_env"),
+    *("redis_url", "fleet", "queues", "concurrency", "drain_timeout", "environments", "secret_env"),
     *("gateway_url", "gateway_control_key", "use_gateway", "model_url", "model_api_key"),
     *("sandbox_provider", "tunnel_provider", "admin_host", "admin_port", "admin_token"),
 }

@@ -113,7 +113,7 @@ def cluster(helm4: Helm, tmp_path: Path) -> Iterator[Cluster]:
     over = {
         "gateway": {"port": ports["gateway"], "upstream": f"http://127.0.0.1:{ports['model']}/v1"},
         "admin": {"port": ports["admin"]},
-        "worker": {"drainTimeout": 20, "handoverTimeout": 60},
+        "worker": {"drainTimeout": 20, "handoverTimeout": 60, "queues": ["rollouts", "short"]},
         "settings": {"lease_ttl": 10},
     }
     with ExitStack() as stack:
@@ -136,7 +136,10 @@ def test_the_rendered_commands_run_a_fleet(cluster: Cluster) -> None:
         cluster.await_probe(name, "readinessProbe")
 
     worker = cluster.variables("fleet-worker-default")
-    requests = demo_requests(2, stream=False)[:ROLLOUTS]
+    requests = [
+        request.model_copy(update={"queue": ("rollouts", "short")[number % 2]})
+        for number, request in enumerate(demo_requests(2, stream=False)[:ROLLOUTS])
+    ]
     with SyncProducer(ProducerSettings(redis_url=worker["ROLLOUTS_REDIS_URL"])) as producer:
         results = list(producer.submit_many(requests))
 
@@ -155,6 +158,7 @@ def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -
     metrics = httpx.get(url, headers={"Authorization": f"Bearer {worker['ROLLOUTS_ADMIN_TOKEN']}"})
     assert metrics.status_code == 200
     assert f'rollouts_finished_total{{error="",outcome="completed"}} {ROLLOUTS}.0' in metrics.text
+    assert all(f'rollouts_serves{{queue="{queue}"}} 1.0' in metrics.text for queue in ("rollouts", "short"))
     command = [promtool(), "check", "metrics"]
     checked = subprocess.run(command, input=metrics.content, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr.decode()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
-from helm.chart import CI, Helm, Resource, container, of_kind, pod, variables, workloads
+from helm.chart import CHART, CI, Helm, Resource, container, of_kind, pod, variables, workloads
 
 from producer import broker
+from producer.queues import QUEUE_PATTERN, delayed_key, pending_key, running_key
 from workers.gateway.server import GatewaySettings
 from workers.settings import WorkerSettings
 
@@ -151,12 +153,45 @@ def test_a_pool_scales_on_queued_delayed_and_running_rollouts(rendered: dict[str
 
 
 def test_autoscaled_pools_share_their_queue(helm4: Helm) -> None:
-    over = {"pools": {"small": {"autoscaling": {"share": None}}, "large": {"autoscaling": {"share": None}}}}
-    found = of_kind(helm4.render("pools", over), "ScaledObject")
+    found = of_kind(helm4.render("pools"), "ScaledObject")
 
-    formulas = {scaled["spec"]["advanced"]["scalingModifiers"]["formula"] for scaled in found.values()}
+    formulas = {name: scaled["spec"]["advanced"]["scalingModifiers"]["formula"] for name, scaled in found.items()}
 
-    assert formulas == {"(queued + delayed + running) * 0.5"}
+    assert formulas == {
+        "fleet-worker-small": "(queued + delayed + running) * 0.5 + (queued1 + delayed1 + running1) * 1",
+        "fleet-worker-large": "(queued + delayed + running) * 0.5",
+        "fleet-worker-gpu": "(queued + delayed + running) * 0.75",
+    }
+
+
+def test_a_pool_scales_on_its_own_queues_only(rendered: dict[str, list[Resource]]) -> None:
+    found = of_kind(rendered["pools"], "ScaledObject")
+
+    def keys(pool: str) -> dict[str, str]:
+        triggers = found[f"fleet-worker-{pool}"]["spec"]["triggers"]
+        return {trigger["name"]: trigger["metadata"]["listName"] for trigger in triggers}
+
+    sets = {"queued": pending_key, "delayed": delayed_key, "running": running_key}
+    assert keys("gpu") == {name: key("gpu") for name, key in sets.items()}
+    own = {name: key() for name, key in sets.items()}
+    assert keys("large") == own
+    assert keys("small") == own | {f"{name}1": key("short") for name, key in sets.items()}
+
+
+def test_a_worker_is_told_its_pools_queues_and_the_schema_knows_what_a_queue_is(
+    rendered: dict[str, list[Resource]],
+) -> None:
+    found = workloads(rendered["pools"])
+    served = {pool: variables(found[f"fleet-worker-{pool}"], {})["ROLLOUTS_QUEUES"] for pool in ("small", "gpu")}
+
+    assert served == {"small": "rollouts,short", "gpu": "gpu"}
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["definitions"]["queue"]["pattern"] == QUEUE_PATTERN
+
+
+def test_it_is_said_when_no_pool_serves_what_names_no_queue(helm4: Helm) -> None:
+    assert "No pool serves the queue rollouts" not in helm4.notes("pools")
+    assert "each has to name one of gpu, tpu\n" in helm4.notes("fixed", {"worker": {"queues": ["tpu", "gpu"]}})
 
 
 def test_keda_logs_in_where_the_workers_do(rendered: dict[str, list[Resource]]) -> None:

@@ -6,6 +6,7 @@
 {{ include "rollouts.redisVariable" $root }}
 - {name: ROLLOUTS_FLEET, value: {{ include "rollouts.fullname" $root | quote }}}
 {{- include "rollouts.settings" $root }}
+- {name: ROLLOUTS_QUEUES, value: {{ join "," $pool.queues | quote }}}
 - {name: ROLLOUTS_CONCURRENCY, value: {{ include "rollouts.number" $pool.concurrency | quote }}}
 - {name: ROLLOUTS_DRAIN_TIMEOUT, value: {{ include "rollouts.number" $pool.drainTimeout | quote }}}
 - {name: ROLLOUTS_SANDBOX_PROVIDER, value: {{ $values.sandboxes.provider | quote }}}
