@@ -194,7 +194,8 @@ def _eviction(access: Access, allowed: bool) -> Finding:
 
 async def _queues(url: str) -> list[Finding]:
     """Look for rollouts that wait where nobody takes them."""
-    connection = FleetConnection(url, patience=0)
+    # Other checks import what takes seconds, on this loop: an answer that came meanwhile looks like none.
+    connection = FleetConnection(url, patience=5)
     try:
         status = await read_status(connection)
     except (FleetError, ResponseError):  # `_redis` says it
