@@ -25,6 +25,7 @@ class Served:
         self._tell = tell
         self._noted: set[str] = set()
         self._looked: set[str] = set()
+        self._alone = False  # whether it was said that no worker is alive
 
     def expect(self, queue: str) -> None:
         """Note that something is submitted to a queue."""
@@ -42,7 +43,8 @@ class Served:
         served = await queues_served(self._connection)
         self._looked |= new
         where = redact(self._connection.url)
-        if served is None and not new:
+        if served is None and not self._alone:
+            self._alone = True
             self._tell(f"warning: no worker is running on {where}; start one with: rollouts worker (waiting for it)")
         for queue in sorted(new - (served or {QUEUE})):
             start = f"ROLLOUTS_QUEUES={queue} rollouts worker"

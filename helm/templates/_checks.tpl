@@ -4,6 +4,7 @@
 {{- include "rollouts.checkGateway" . -}}
 {{- include "rollouts.checkProviders" . -}}
 {{- include "rollouts.checkPools" . -}}
+{{- include "rollouts.checkDoors" . -}}
 {{- if and .Values.flower.enabled (not .Values.flower.existingSecret) -}}
 {{- fail "flower.existingSecret is empty: Flower shows and stops tasks, so it wants a password. Make a Secret with USER:PASSWORD under the key basic-auth and name it there" -}}
 {{- end -}}
@@ -49,6 +50,19 @@
 {{- end -}}
 {{- if and (has "prime" (list .Values.sandboxes.provider .Values.tunnels.provider)) (not .Values.prime.existingSecret) -}}
 {{- fail "prime.existingSecret is empty: make a Secret with the platform's API key under the key api-key and name it there, or use other sandboxes.provider and tunnels.provider" -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rollouts.checkDoors" -}}
+{{- $served := list -}}
+{{- range (include "rollouts.pools" . | fromJson) -}}{{- $served = concat $served .queues -}}{{- end -}}
+{{- range $name, $door := (include "rollouts.doors" . | fromJson) -}}
+{{- if not (and $.Values.networkPolicy.enabled $.Values.networkPolicy.envServerFrom) -}}
+{{- fail (printf "envServers.%s knows no password: whoever reaches it can run episodes. Name in networkPolicy.envServerFrom who may (entries of from), and leave networkPolicy.enabled true" $name) -}}
+{{- end -}}
+{{- if not (has $door.queue $served) -}}
+{{- fail (printf "envServers.%s is of queue %s, which no pool serves: its episodes would wait for ever. Set its queue to one of %s, or name it in a pool's queues" $name $door.queue (uniq $served | sortAlpha | join ", ")) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

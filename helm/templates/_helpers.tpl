@@ -16,6 +16,9 @@ app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
 rollout-fleet/pool: {{ . | quote }}
 {{- end }}
+{{- with .door }}
+rollout-fleet/door: {{ . | quote }}
+{{- end }}
 {{- end }}
 
 {{/* Arguments: root, component. */}}

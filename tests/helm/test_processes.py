@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,26 @@ def test_the_rendered_commands_run_a_fleet(cluster: Cluster) -> None:
     _metrics_want_the_rendered_token(cluster, worker)
     _the_command_finds_the_worker(worker)
     _all_end_in_time(cluster, parts)
+
+
+def test_the_rendered_door_opens_and_ends_in_time(helm4: Helm, tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    ports = {name: free_port() for name in ("redis", "gateway", "door")}
+    doors = {"networkPolicy": {"envServerFrom": [{"podSelector": {}}]}, "envServer": {"port": ports["door"]}}
+    resources = helm4.render("trial", doors | {"envServers": {"math": {}}})
+    with closing(Cluster(tmp_path, resources, ports)) as cluster:
+        cluster.start_redis()
+        door = cluster.start("fleet-env-math")
+
+        def is_open() -> bool:
+            assert door.poll() is None, cluster.log("fleet-env-math")
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", ports["door"])) == 0
+
+        wait_until(is_open, timeout=60, what="the door")
+        wait_until(lambda: "no worker is running on" in cluster.log("fleet-env-math"), timeout=30, what="that nobody serves it")
+        door.send_signal(signal.SIGTERM)
+        assert door.wait(30) == 0, cluster.log("fleet-env-math")
 
 
 def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -> None:

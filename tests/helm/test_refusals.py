@@ -56,6 +56,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"worker": {"podDisruptionBudget": {"minAvailable": 1}}},
         "set the other to null",
     ),
+    "a door that anybody can open": (
+        "production",
+        {"networkPolicy": {"envServerFrom": []}},
+        "knows no password: whoever reaches it can run episodes",
+    ),
+    "a door without policies": (
+        "production",
+        {"networkPolicy": {"enabled": False}},
+        "leave networkPolicy.enabled true",
+    ),
+    "a door to a queue that no pool serves": (
+        "production",
+        {"envServers": {"gsm8k": {"queue": "gpu"}}},
+        "is of queue gpu, which no pool serves",
+    ),
     "pools of one queue with different environments": (
         "pools",
         {"pools": {"small": {"environments": {"other": "m:C"}}}},
@@ -77,6 +92,7 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a queue's name that is none": ({"worker": {"queues": ["GPU pool"]}}, "queues"),
     "a pool without a queue": ({"pools": {"a": {"queues": []}}}, "queues"),
     "a pool's name that is none": ({"pools": {"Big_Pool": {}}}, "Big_Pool"),
+    "a typo in a door": ({"envServers": {"a": {"quue": "rollouts"}}}, "quue"),
     "a privileged port": ({"gateway": {"port": 80}}, "port"),
     "an environment that is no class": ({"worker": {"environments": {"math": "my_module"}}}, "environments"),
     "local sandboxes by mistake": ({"sandboxes": {"provider": "local"}}, "allowLocal"),

@@ -281,8 +281,31 @@ def test_every_port_that_tells_something_has_a_key(rendered: dict[str, list[Reso
         if component == "redis":
             secret = of_kind(rendered[values], "Secret")[name]["stringData"]
             assert f"requirepass {secret['password']}\n" in secret["valkey.conf"]
+        elif component == "env-server":
+            policy = of_kind(rendered[values], "NetworkPolicy")["fleet-env-server"]["spec"]["ingress"]
+            assert all(rule["from"] for rule in policy), "it knows no password, so those who may come in are named"
         elif container(resource).get("ports"):
             assert keys[component] in [entry["name"] for entry in container(resource)["env"]]
+
+
+def test_a_door_leads_to_its_queue_and_lets_in_whom_it_is_told(helm4: Helm) -> None:
+    resources = helm4.render("production", {"envServers": {"gsm8k": {"priority": 0, "timeout": 1_000_000 / 2}}})
+    found = workloads(resources)
+    doors = {name: container(found[f"fleet-env-{name}"]) for name in ("gsm8k", "swe")}
+
+    assert doors["gsm8k"]["args"] == [
+        *("--env=gsm8k", "--name=fleet-env-gsm8k", "--address=tcp://0.0.0.0:5000", "--allow-remote"),
+        *("--queue=rollouts", "--wire=deltas", "--attempts=3", "--priority=0", "--timeout=500000", "--patience=60"),
+    ]
+    assert ("--env=swe-easy" in doors["swe"]["args"], doors["swe"]["args"][-1]) == (True, "--live")
+    assert doors["gsm8k"]["resources"]["limits"] == {"memory": "2Gi"}
+    assert found["fleet-env-swe"]["spec"]["strategy"] == {"type": "Recreate"}, "two of one name would take turns"
+    for name in doors:
+        service = of_kind(resources, "Service")[f"fleet-env-{name}"]["spec"]
+        labels = found[f"fleet-env-{name}"]["spec"]["template"]["metadata"]["labels"]
+        assert service["selector"].items() <= labels.items()
+        assert labels["rollout-fleet/client"] == "fleet", "it reaches a bundled Valkey"
+    assert of_kind(resources, "Service")["fleet-env-swe"]["spec"]["selector"]["rollout-fleet/door"] == "swe"
 
 
 def test_nobody_is_let_in_without_policies(rendered: dict[str, list[Resource]]) -> None:
