@@ -6,10 +6,12 @@ Tasks
 
         {"prompt": "What is 6 times 7?", "answer": 42, "environment": "math", "deadlines": {"agent": 600}}
 
-    Less obvious ones: ``priority`` 0 is served first and 9 last; ``retry_agent`` runs an agent again that exits with
-    an error (else that is its result); ``max_turns`` below 1 means no limit; ``start_command`` is the sandbox's main
-    process and ``run_command`` the agent; ``sampling_params`` win over what the agent asks for; ``max_seq_len`` cuts
-    the recorded tokens, not what the agent gets; ``deadlines`` are seconds per phase; ``labels`` go to the sandbox.
+    Less obvious ones: ``queue`` names the pool of workers that is to run it, those whose ``ROLLOUTS_QUEUES`` has that
+    name (else ``rollouts``); ``priority`` 0 is served first and 9 last; ``retry_agent`` runs an agent again that
+    exits with an error (else that is its result); ``max_turns`` below 1 means no limit; ``start_command`` is the
+    sandbox's main process and ``run_command`` the agent; ``sampling_params`` win over what the agent asks for;
+    ``max_seq_len`` cuts the recorded tokens, not what the agent gets; ``deadlines`` are seconds per phase; ``labels``
+    go to the sandbox.
 Other sources
     Standard input (``-``), a Parquet or Arrow file, the folder of a Hugging Face dataset saved with ``save_to_disk``,
     or a folder of such files (``--split train`` chooses; extra ``parquet``)::
