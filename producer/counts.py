@@ -40,7 +40,7 @@ class QueueCounts:
 
 
 @dataclass(frozen=True)
-class Counts:
+class FleetCounts:
     """All of the fleet; ``parked`` rollouts wait for what is limited, whatever queue they are of."""
 
     queues: dict[str, QueueCounts] = field(default_factory=dict)
@@ -89,12 +89,12 @@ class Counting:
             limits = f"({base}", f"({base + queues.LIST_SPAN}"
             pipe.zrangebyscore(pending, *limits, start=0, num=1, withscores=True)
 
-    def read(self, answers: Sequence[Any]) -> Counts:
+    def read(self, answers: Sequence[Any]) -> FleetCounts:
         """Read the answers to `ask`."""
         found = {}
         for index, queue in enumerate(self._queues):
             found[queue] = self._read_of(answers[index * _WIDTH : (index + 1) * _WIDTH])
-        return Counts(found, sum(answers[len(self._queues) * _WIDTH :]))
+        return FleetCounts(found, sum(answers[len(self._queues) * _WIDTH :]))
 
     def _read_of(self, answers: Sequence[Any]) -> QueueCounts:
         bases = map(queues.pending_base, queues.PRIORITY_STEPS)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from producer import broker
 from producer.connection import FleetConnection, awaitable
-from producer.counts import Counting, Counts, QueueCounts, ask_what_there_is, clock_ms
+from producer.counts import Counting, FleetCounts, QueueCounts, ask_what_there_is, clock_ms
 from producer.queues import PRIORITY_STEPS, QUEUE
 from producer.server import redact
 from producer.worker_report import (
@@ -43,7 +43,7 @@ class FleetStatus:
 
     redis: str
     workers: list[dict[str, Any]] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
+    counts: FleetCounts = field(default_factory=FleetCounts)
     maintenance: int = 0
     leaked: int = 0
     now: float = 0.0

@@ -27,6 +27,7 @@ from producer.door.socket import DoorSocket
 from producer.door.wire import Wire
 from producer.errors import ConsumerTakenError
 from producer.ids import safe_id
+from producer.queues import running_key
 
 NAME = "door-alone"
 TTL = int(broker.RESULT_TTL.total_seconds())
@@ -139,6 +140,17 @@ async def test_a_run_is_a_rollout_and_its_end_the_answer(server: RedisServer, wo
         workers.end(request, b"one", b"two")
         found = [await client.next("a") for _ in range(3)]
         assert found == [(b"delta", b"one"), (b"delta", b"two"), (b"reply", b"the end")]
+        client.close()
+
+
+@scenario
+async def test_episodes_are_of_the_doors_queue(server: RedisServer, workers: Workers) -> None:
+    async with serving(server.url, queue="gpu") as (address, _):
+        client = Client(address)
+        await client.send("a", "run", **RUN)
+        await until(lambda: workers.request("a"))
+        assert workers.claim("a").queue == "gpu"
+        assert server.client.zcard(running_key("gpu")) == 1
         client.close()
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from producer import Producer, RolloutRequest, StopCondition, broker
 from producer import operator_cli as _commands  # noqa: F401 - registers them
 from producer.cli import app
-from producer.counts import Counts, QueueCounts
+from producer.counts import FleetCounts, QueueCounts
 from producer.settings import ProducerSettings
 from producer.status import FleetStatus
 from producer.watch import Rates
@@ -238,7 +238,7 @@ def test_the_view_shows_pools_rates_and_the_oldest() -> None:
     from rich.console import Console
 
     workers = [{"name": name, "running": 3, "concurrency": 10} for name in ("gpu@a", "gpu@b", "cpu@c")]
-    status = FleetStatus("redis://r", workers, Counts({"rollouts": QueueCounts(pending=5, oldest=300)}))
+    status = FleetStatus("redis://r", workers, FleetCounts({"rollouts": QueueCounts(pending=5, oldest=300)}))
     console = Console(width=120)
     with console.capture() as captured:
         console.print(status.view({"attempts": 2.0, "completed": 1.5, "has_error": 0.0}))

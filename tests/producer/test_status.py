@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from producer import broker
 from producer.cli import app
-from producer.counts import Counts, QueueCounts
+from producer.counts import FleetCounts, QueueCounts
 from producer.status import FleetStatus
 from producer.worker_report import span
 
@@ -41,7 +41,7 @@ def shown(status: FleetStatus, width: int = 120) -> str:
 def status_of(
     *workers: dict[str, Any], queues: dict[str, QueueCounts] | None = None, parked: int = 0, **fields: Any
 ) -> FleetStatus:
-    return FleetStatus("redis://r:6379/0", list(workers), Counts(queues or {}, parked), **fields)
+    return FleetStatus("redis://r:6379/0", list(workers), FleetCounts(queues or {}, parked), **fields)
 
 
 def row(text: str, first: str) -> list[str]:

@@ -118,9 +118,17 @@ def test_options_fill_what_a_line_leaves_out(write):
     assert (second.run_command, second.image, second.environment) == ("go", "img", "env")
 
 
+def test_a_line_may_name_another_queue_than_the_option(write):
+    tasks = load(write({}, {"queue": "own"}), queue="gpu")
+    assert [request.queue for request in tasks.requests("b")] == ["gpu", "own"]
+    assert [request.queue for request in load(write({})).requests("b")] == ["rollouts"]
+
+
 def test_a_wrong_option_is_not_blamed_on_a_line():
     with pytest.raises(InvalidRequestError, match="gateway_url"):
         TaskDefaults(gateway_url="nonsense").check()
+    with pytest.raises(InvalidRequestError, match=r"^queue: 'GPU' is no queue's name"):
+        TaskDefaults(queue="GPU").check()
 
 
 def test_skipped_samples_are_left_out(write):
