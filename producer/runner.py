@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from producer.batch import Batch
+from producer.batch import Batch, Counts
 from producer.client import Producer
 from producer.connection import FleetConnection, end
 from producer.contract import InvalidRequestError, RolloutRequest, StopCondition
@@ -26,6 +26,7 @@ from producer.resume import Resumption
 from producer.served import Served
 from producer.settings import ProducerSettings
 from producer.source import Requests
+from producer.stalled import Stalled
 from producer.summary import Summary
 
 _IDS_AT_ONCE = 1000
@@ -115,7 +116,7 @@ async def run_batch_async(
                 if options.on_open is not None:
                     options.on_open()
                 run = _Run(producer, file, summary, options)
-                async with served.watching():
+                async with served.watching(), Stalled(producer.connection, run.counts, _say).watching():
                     await run.to_the_end(served.noted(requests), interrupts, progress)
     if options.resumption is not None and options.resumption.taken_over:
         _say(f"{options.resumption.taken_over} rollouts that were submitted before were taken over")
@@ -131,6 +132,10 @@ class _Run:
         self._summary = summary
         self._options = options
         self._batch: Batch | None = None
+
+    def counts(self) -> Counts | None:
+        """Return where the batch stands; None before it is submitted."""
+        return self._batch.counts if self._batch else None
 
     async def to_the_end(self, requests: Iterable[RolloutRequest], interrupts: Interrupts, progress: Progress) -> None:
         work = asyncio.create_task(self._work(requests))
@@ -198,8 +203,8 @@ class _Run:
             await asyncio.sleep(progress.interval)
 
     def _show(self, progress: Progress) -> None:
-        if self._batch is not None:
-            progress.show(self._batch.counts)
+        if (counts := self.counts()) is not None:
+            progress.show(counts)
 
 
 async def _refuse_known(connection: FleetConnection, rollout_ids: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ _LATE_MS = 500.0
 #: Seconds for which the event loop's last blocking is worth telling.
 _RECENT = 900.0
 _WORDS_LIMIT = 200
+_ROW = 3  #: failures in a row of a system that are worth telling
 
 
 def number(data: Mapping[str, Any], name: str) -> int:
@@ -107,6 +108,8 @@ def troubles(worker: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} hangs: it has given up what it ran and takes nothing new until its event loop moves; restart it"
     if trouble := _breaker_trouble(worker):
         yield f"{name} {trouble}"
+    else:
+        yield from (f"{name}: {trouble}" for trouble in _failing(worker))
     for tunnel in listed(worker, "tunnels"):
         if tunnel_state(tunnel) == "down":
             said = _words(tunnel.get("last_error")) or "no error was given"
@@ -127,6 +130,16 @@ def _breaker_trouble(worker: Mapping[str, Any]) -> str:
     failed = f"its {kind} failed {count(number(system, 'failures'), 'time')} in a row"
     last = f"; last: {_words(system.get('last_error'))}" if system.get("last_error") else ""
     return f"takes no rollouts, {now}: {failed}{last}"
+
+
+def _failing(worker: Mapping[str, Any]) -> Iterator[str]:
+    """Tell of systems that fail while the breaker still lets them be tried: a success in between ends a row."""
+    systems = mapped(mapped(worker, "breaker"), "systems")
+    for kind in systems:
+        in_a_row = number(mapped(systems, kind), "failures")
+        if in_a_row >= _ROW:
+            last = _words(mapped(systems, kind).get("last_error"))
+            yield f"its {kind} failed {count(in_a_row, 'time')} in a row, and is tried again; last: {last}"
 
 
 def _loop_trouble(worker: Mapping[str, Any]) -> str:
