@@ -28,7 +28,7 @@ from producer.contract import RolloutRequest
 from producer.errors import BatchCancelledError, FleetFullError, FleetUnreachableError, RolloutConflictError
 from producer.policy import PolicyView, Staled
 from producer.queues import QUEUES, queues_in
-from producer.server import REFUSED, explained, is_refusal, redact
+from producer.server import explained, is_refusal, passes, redact
 
 if TYPE_CHECKING:
     from producer.tracing import Traces
@@ -47,7 +47,8 @@ _LOOK_AHEAD, _BATCHES_KNOWN = 64, 1000
 #: What submitting raises when it has written nothing.
 REJECTED = (RolloutConflictError, BatchCancelledError, FleetFullError)
 
-TRANSIENT = (rx.ConnectionError, rx.TimeoutError, rx.ReadOnlyError, rx.MasterDownError, OSError)
+#: What is to be looked at with `passes`.
+ERRORS = (rx.RedisError, OSError)
 
 
 class Submitted(IntEnum):
@@ -197,20 +198,16 @@ class FleetConnection:
             try:
                 async with self._slots:
                     return await operation()
-            except REFUSED as error:
-                self.raise_unreachable(error)
-            except TRANSIENT as error:
-                if clock() + backoff.delay > deadline:
-                    self.raise_unreachable(error)
             except rx.OutOfMemoryError as error:
                 raise FleetFullError(
                     f"Redis at {redact(self.url)} has no memory left ({error}); raise its maxmemory, or keep fewer "
                     "rollouts in flight"
                 ) from None
-            except rx.ResponseError as error:
-                if is_refusal(error):
+            except ERRORS as error:
+                if is_refusal(error) or (passes(error) and clock() + backoff.delay > deadline):
                     self.raise_unreachable(error)
-                raise
+                if not passes(error):
+                    raise
             await backoff.wait()
 
     def raise_unreachable(self, error: Exception) -> NoReturn:

@@ -16,7 +16,7 @@ import zstandard
 from redis import exceptions as rx
 
 from producer import broker
-from producer.connection import TRANSIENT, Backoff, FleetConnection, Record
+from producer.connection import ERRORS, Backoff, FleetConnection, Record
 from producer.consumer import Consumer
 from producer.consumption import TOGETHER, Consumption
 from producer.contract import (
@@ -28,7 +28,7 @@ from producer.contract import (
     StopCondition,
 )
 from producer.policy import cancelled_error
-from producer.server import REFUSED, redact
+from producer.server import is_refusal, passes, redact
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,11 @@ class Completions:
                 if missed:
                     await self._begin_again_if_reset()
                 entries = await self._read_once(block=None if missed else _BLOCK_MS)
-            except REFUSED as error:
-                self._connection.raise_unreachable(error)
-            except TRANSIENT as error:
+            except ERRORS as error:
+                if is_refusal(error):
+                    self._connection.raise_unreachable(error)
+                if not passes(error):
+                    raise
                 if not away:
                     logger.warning(
                         "Redis at %s went away (%s); waiting for it to come back",

@@ -20,8 +20,11 @@ logger = logging.getLogger(__name__)
 
 #: Refusals that no retry mends; redis-py files some of them under ConnectionError.
 REFUSED = (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)
-#: Refusals of what writes that pass: Redis is full, or fails over. A script that meets one is named in it as well.
-PASSING = (rx.OutOfMemoryError, rx.ReadOnlyError, rx.MasterDownError)
+#: What Redis answers, to who writes or waits in it, that passes: it is full or fails over.
+_PASSING = (rx.OutOfMemoryError, rx.ReadOnlyError, rx.MasterDownError)
+_AWAY = (rx.ConnectionError, rx.TimeoutError, OSError)
+#: The same by its first word, where redis-py has no class for it: it cannot save, has too few replicas, fails over.
+_PASSING_CODES = ("MISCONF", "NOREPLICAS", "UNBLOCKED")
 #: Commands that tell the policy. A managed server forbids the second one, an ACL perhaps the first. In this order a
 #: server that answers the first one has no refusal to note.
 POLICY_COMMANDS = (("INFO", "memory"), ("CONFIG GET", "maxmemory-policy"))
@@ -50,9 +53,17 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, REFUSED) or (isinstance(error, rx.ResponseError) and "permissions" in str(error))
 
 
+def passes(error: Exception) -> bool:
+    """Whether Redis is away, or takes no writes, for now: what was asked is to be asked again."""
+    if isinstance(error, _AWAY + _PASSING):
+        return True
+    return isinstance(error, rx.ResponseError) and any(code in str(error) for code in _PASSING_CODES)
+
+
 def is_about_the_data(error: Exception) -> bool:
     """Whether Redis fails because of what stands in the keys that it was asked about: it will go on doing so."""
-    if not isinstance(error, rx.ResponseError) or isinstance(error, PASSING) or is_refusal(error):
+    # A script that meets what passes, or what this user may not do, is named in that as well.
+    if not isinstance(error, rx.ResponseError) or passes(error) or is_refusal(error):
         return False
     return "WRONGTYPE" in str(error) or "user_script" in str(error)
 
@@ -61,8 +72,7 @@ def what_redis_does(error: Exception) -> str:
     """Say in three words whether Redis refuses this user, or something else that may pass is wrong, for log lines."""
     if is_refusal(error):
         return "Redis refuses it"
-    away = isinstance(error, rx.ConnectionError | rx.TimeoutError)
-    return "Redis does not answer" if away else "Redis cannot do it"
+    return "Redis does not answer" if isinstance(error, _AWAY) else "Redis cannot do it"
 
 
 def explained(error: Exception, url: str) -> str:
@@ -80,6 +90,8 @@ def explained(error: Exception, url: str) -> str:
             "Name the authority that signed its certificate in ROLLOUTS_REDIS_URL: "
             "rediss://HOST:PORT/0?ssl_ca_certs=/path/to/ca.pem"
         )
+    elif isinstance(error, rx.ResponseError):
+        todo = "It answers, but not this: see what its own log says"
     else:
         todo = (
             "Start it, or set ROLLOUTS_REDIS_URL to the one that the workers use (or give --redis-url, when it holds "

@@ -265,14 +265,11 @@ class Claims:
     def commit(self, rollout_id: str, outcome: StopCondition, result: bytes, *, error: str = "") -> None:
         """Store the result, end the record and announce it; dropped when another attempt owns the rollout by now.
 
-        Raises `redis.RedisError`; Celery's backend tries again until Redis answers.
+        Raises `redis.RedisError`; Celery's backend tries again until Redis answers and takes writes. The lease is kept
+        meanwhile, so nobody runs the rollout again.
         """
         _, claim = self._held[rollout_id]
-        try:
-            committed = self._store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result, error=error)
-        except (redis.OutOfMemoryError, redis.ReadOnlyError) as refusal:
-            # Redis is full, or fails over. The lease is kept meanwhile, so nobody runs the rollout again.
-            raise redis.ConnectionError(f"Redis takes no writes: {type(refusal).__name__}") from None
+        committed = self._store.commit(rollout_id, claim.attempt, claim.batch_id, outcome, result, error=error)
         if not committed:
             logger.warning("%s: its lease was lost, the result is dropped", rollout_id, extra=self._about(rollout_id))
 

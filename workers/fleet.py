@@ -27,7 +27,7 @@ from producer.contract import (
     StopCondition,
 )
 from producer.policy import cancelled_error
-from producer.server import redact, what_redis_does
+from producer.server import passes, redact, what_redis_does
 from workers import access, claims, fleet_report, instruments, metrics
 from workers.admin import AdminServer, Health
 from workers.breaker import Breaker, State, is_infrastructure, is_ours
@@ -335,7 +335,9 @@ class Fleet:
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-            except (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError, redis.ReadOnlyError) as error:
+            except redis.RedisError as error:
+                if not passes(error):
+                    raise
                 if rollout_id is None:
                     url = redact(self.settings.redis_url)
                     said = "the worker's start waits for Redis at %s, check ROLLOUTS_REDIS_URL if it is up: %s"

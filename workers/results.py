@@ -13,6 +13,7 @@ from celery.backends.redis import RedisBackend
 
 from producer import broker
 from producer.contract import ErrorInfo, ErrorKind, RolloutResult, StopCondition
+from producer.server import passes
 
 #: Goes before the Redis URL in Celery's ``result_backend``.
 PREFIX = "workers.results:RolloutBackend+"
@@ -64,6 +65,10 @@ class RolloutBackend(RedisBackend):
                 encoded = self.encoded(task_id, result, state, traceback, request)
             records.commit(task_id, outcome, encoded, error=_kind(result))
         return result
+
+    def exception_safe_to_retry(self, exc: Exception) -> bool:
+        """Whether to try again what failed so: Celery knows of lost connections alone, and would lose the result."""
+        return passes(exc) or bool(super().exception_safe_to_retry(exc))
 
     def encoded(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None) -> bytes:
         """Return what Celery keeps for a task, as the bytes under its key."""

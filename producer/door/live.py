@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from producer import broker
-from producer.connection import TRANSIENT, Backoff, FleetConnection
+from producer.connection import ERRORS, Backoff, FleetConnection
 from producer.door.frames import discard
+from producer.server import passes
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,9 @@ async def follow(connection: FleetConnection, batch_id: str, take: Callable[[Liv
     while True:
         try:
             streams: Any = await connection.redis.xread({key: position}, count=_ENTRIES, block=_BLOCK_MS)
-        except TRANSIENT as error:
+        except ERRORS as error:
+            if not passes(error):
+                raise
             logger.info("no deltas for now: %s", error, extra={"stage": "live"})
             await backoff.wait()
             continue

@@ -129,6 +129,45 @@ def test_a_redis_outage_of_two_ttls_costs_no_running_rollout_and_the_worker_goes
         assert len(after) == 5, "the worker goes on consuming"
 
 
+#: How a server that answers takes no writes, and how it does again.
+REFUSALS = {
+    "full": ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+    "too few replicas": ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+    "fails over": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_redis_that_takes_no_writes_for_two_ttls_costs_no_rollout_and_no_result(
+    tmp_path: Path, own_redis: RedisServer, agents: Any, refusal: str
+) -> None:
+    """Leases lapse meanwhile, and results wait: those of what ends then, and whoever waits for them."""
+    refuse, take = REFUSALS[refusal]
+    ends_now = agents.directory / "now"
+    ends = f"echo x >> {agents.directory}/started; until [ -e {ends_now} ]; do sleep 0.05; done"
+    with fleet(tmp_path, workers=2, concurrency=20, redis_url=own_redis.url, beat=True) as stack:
+        wanted = waiting_requests(15, agents.command()) + waiting_requests(10, ends)
+
+        def outage() -> None:
+            client = redis.Redis.from_url(own_redis.url)
+            wait_until(lambda: len(agents.starts()) == 25, timeout=40, what="25 running agents")
+            client.execute_command(*refuse.split())
+            ends_now.touch()
+            over = time.monotonic() + 2 * TTL
+            wait_until(lambda: time.monotonic() > over, what="the end of the outage")
+            client.execute_command(*take.split())
+            back = time.monotonic() + 1.5 * TTL
+            wait_until(lambda: time.monotonic() > back, what="the time in which they might be taken away")
+            agents.release()
+
+        results = Collector(stack.redis_url, wanted).collect(outage)
+        assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 1)}
+        assert len({r.rollout_id for r in results}) == len(results) == len(agents.starts()) == 25
+        after = Collector(stack.redis_url, waiting_requests(20, "true")).collect(lambda: None)
+        assert len(after) == 20, "the workers go on consuming"
+        stack.check()
+
+
 def test_a_worker_whose_connection_is_cut_while_it_waits_for_messages_is_not_deaf_afterwards(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
