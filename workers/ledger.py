@@ -106,7 +106,7 @@ class Ledger:
     def __init__(self, client: redis.Redis, *, lease_ttl: float) -> None:
         self._client: Any = client  # redis-py's annotations allow every type that any server may answer
         self._lease_ttl = lease_ttl
-        self._uptime = Uptime(client)
+        self._uptime = Uptime(client, tolerance=lease_ttl / 4)
 
     def fleet_id(self) -> str:
         """Return this fleet's identity: 12 hexadecimal digits, made once by whoever comes first.
