@@ -345,6 +345,7 @@ def report(options: Options, outcomes: list[Outcome]) -> dict[str, Any]:
         "recovery_after_lapse": _times(recovery.after_lapse for recovery in quiet),
         "recovery_sweeps": _histogram(recovery.sweeps for recovery in quiet),
         "recovery_disturbed": _times(recovery.took for recovery in disturbed),
+        "recovery_disturbed_sweeps": _histogram(recovery.sweeps for recovery in disturbed),
         "recovery_bound": BOUND * options.lease_ttl,
         "recovery_slack": {o.systems: round(_slack(options, o, swept_at_once=True), 2) for o in outcomes},
         "recovered_late": sum(_is_late(recovery, options, o) for o in outcomes for recovery in o.recovery),
