@@ -43,9 +43,9 @@ Results
     `to_verifiers_trace` a v1 trace, which ``verifiers.v1.WireTrace`` of 0.4 validates.
 
 Without this package
-    a plain ``send_task("rollouts.run", [request], task_id=ID)`` of Celery works too. Its record is made when a worker
-    claims it: one that is killed between taking it from the queue and that (milliseconds, or while Redis takes no
-    writes) takes it along. A `Producer` writes the record first, and has no such gap.
+    a plain ``send_task("rollouts.run", [request], task_id=ID, queue="rollouts")`` of Celery works too. Its record is
+    made when a worker claims it: one that is killed between taking it from the queue and that (milliseconds, or while
+    Redis takes no writes) takes it along. A `Producer` writes the record first, and has no such gap.
 
 `producer.contract` has every field of a request and of a result. The names are found when they are used first, so
 that who needs a part alone (the gateway, ``rollouts --help``) does not wait for Celery.
