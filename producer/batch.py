@@ -65,6 +65,8 @@ class Batch(AsyncIterator[RolloutResult]):
     process that was killed and restarted, the batch goes on with the others. Asking for the next result acknowledges
     the one before; the one that was in hand when the process ended comes again, and ``redelivered`` is true until the
     next one is asked for.
+
+    ``held`` has Redis keep what is taken as what is not, until `release`: for who passes it on.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Batch(AsyncIterator[RolloutResult]):
         max_in_flight: int,
         consumer: str | None = None,
         pace: Pace | None = None,
+        held: bool = False,
     ) -> None:
         if batch_id is not None and not re.match(ID_PATTERN, batch_id):
             raise InvalidRequestError(f"batch_id: {batch_id!r} does not match {ID_PATTERN}")
@@ -90,7 +93,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._lasting = connection.lasting()
         self._source = Source(requests)
         self._completions = Completions(connection, self.batch_id)
-        self._consumption = Consumption(self._lasting, self.batch_id)
+        self._consumption = Consumption(self._lasting, self.batch_id, held=held)
         self._consumer = Consumer(self._lasting, self.batch_id, consumer, in_order=False) if consumer else None
         self._in_hand: str | None = None
         self._group = GROUP
@@ -199,6 +202,11 @@ class Batch(AsyncIterator[RolloutResult]):
             if answer is not CancelAnswer.REQUESTED:
                 self._announce(rollout_id)
         return answers
+
+    async def release(self) -> None:
+        """Say that what was ``held`` back is consumed, and that what comes is as soon as it was taken."""
+        self._consumption.held = False
+        await self._consumption.end()
 
     def close(self) -> None:
         """Stop submitting and following; what is in flight goes on, and its results stay in Redis."""

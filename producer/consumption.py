@@ -16,10 +16,12 @@ TOGETHER = 128
 class Consumption:
     """Notes which of a batch's results their consumer is done with: those that came before the last one it took.
 
-    A consumer that ends while it handles a result finds that one for as long as one that was never delivered.
+    A consumer that ends while it handles a result finds that one for as long as one that was never delivered. While it
+    is ``held`` Redis is told nothing: who takes the results passes them on later, or never.
     """
 
-    def __init__(self, connection: FleetConnection, batch_id: str) -> None:
+    def __init__(self, connection: FleetConnection, batch_id: str, *, held: bool = False) -> None:
+        self.held = held
         self._connection = connection
         self._batch_id = batch_id
         self._taken: str | None = None
@@ -41,7 +43,7 @@ class Consumption:
 
         Returns whether there were; when there were not, nothing was awaited.
         """
-        if len(self._done) < at_least:
+        if self.held or len(self._done) < at_least:
             return False
         done, self._done = self._done, []
         try:
@@ -53,7 +55,7 @@ class Consumption:
 
     async def end(self) -> None:
         """Tell Redis of what is left; where it does not answer at once, that is kept for days instead."""
-        if not self._done:
+        if self.held or not self._done:
             return
         done, self._done = self._done, []
         await forget(self._connection, self._batch_id, done)

@@ -105,7 +105,7 @@ class Group(AsyncIterator[RolloutResult]):
         self._cancelling: asyncio.Task[object] | None = None
         self._changed = asyncio.Event()
         # One that is delivered makes room for the one that replaces it.
-        self.batch = Batch(connection, self._requests(), batch_id=self.group_id, max_in_flight=terms.size)
+        self.batch = Batch(connection, self._requests(), batch_id=self.group_id, max_in_flight=terms.size, held=True)
         self._pump = asyncio.create_task(self._take())
         self._pump.add_done_callback(lambda _: self._changed.set())
 
@@ -120,6 +120,7 @@ class Group(AsyncIterator[RolloutResult]):
         await self._until(lambda: self._delivered < len(self._results))
         if self._delivered == len(self._results):
             self._raise_error()
+            await self.release()
             raise StopAsyncIteration
         self._delivered += 1
         return self._results[self._delivered - 1]
@@ -140,9 +141,19 @@ class Group(AsyncIterator[RolloutResult]):
         return self._pump.done()
 
     async def result(self, timeout: float | None = None) -> GroupResult:
-        """Wait until the group is whole or dropped, for at most ``timeout`` seconds; raises TimeoutError."""
+        """Wait until the group is whole or dropped, for at most ``timeout`` seconds; raises TimeoutError.
+
+        It is consumed then, as it is when all of its results were taken one by one: Redis keeps them for the producer's
+        ``keep_consumed`` more.
+        """
         async with asyncio.timeout(timeout):
-            await self._until(lambda: self._decision is not None)
+            decision = await self.decided()
+        await self.release()
+        return decision
+
+    async def decided(self) -> GroupResult:
+        """Wait until the group is whole or dropped, and leave it to `release` to say that it is consumed."""
+        await self._until(lambda: self._decision is not None)
         if self._decision is None:
             self._raise_error()
             raise FleetError(f"group {self.group_id} was closed before it was whole")
@@ -153,6 +164,10 @@ class Group(AsyncIterator[RolloutResult]):
         await self._connection.close_batch(self.group_id)
         self._decide(Drop.CANCELLED, "the group was cancelled")
         return await self.batch.cancel()
+
+    async def release(self) -> None:
+        """Say that the group is consumed, and what still comes of it too."""
+        await self.batch.release()
 
     async def aclose(self) -> None:
         """Stop following it; what is in flight goes on."""

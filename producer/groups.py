@@ -25,6 +25,7 @@ class Groups(AsyncIterator[GroupResult]):
     same requests finds what it had submitted. With a ``consumer``, Redis keeps which groups were acknowledged under
     that name, and those are not submitted and delivered again: asking for the next group acknowledges the one before.
     The one that was in hand when the process ended comes again; ``redelivered`` is true until the next is asked for.
+    Until then its results stay in Redis, for a trainer that is away for long, and only ``keep_consumed`` seconds after.
 
     Submitting begins when the first group is asked for. An error of the requests' source, or a `RolloutConflictError`,
     is raised once, from the iteration; iterating on hands out the groups that are open.
@@ -56,6 +57,7 @@ class Groups(AsyncIterator[GroupResult]):
         self._cancelled = self._reported = False
         self._open: dict[asyncio.Future[GroupResult], Group] = {}
         self._ended: deque[asyncio.Future[GroupResult]] = deque()  # in this order
+        self._handed_out: Group | None = None
         self._kept: list[Group] = []
         self._ids = Recent()
         self._changed = asyncio.Event()
@@ -91,6 +93,9 @@ class Groups(AsyncIterator[GroupResult]):
         async with self._one_at_a_time:
             if self._consumer:
                 await self._consumer.acknowledge()
+            if self._handed_out is not None:
+                await self._handed_out.release()
+                self._handed_out = None
             while not self._ended:
                 if await self._is_over():
                     await self.aclose()
@@ -147,16 +152,17 @@ class Groups(AsyncIterator[GroupResult]):
         if self._consumer:
             await self._consumer.hand_out(decision.group_id)
         # Taken off only after the last await: a cancelled caller loses nothing.
-        self._leave(ended)
+        self._handed_out = self._leave(ended)
         self.redelivered = decision.group_id == self._in_hand
         return decision
 
-    def _leave(self, ended: asyncio.Future[GroupResult]) -> None:
+    def _leave(self, ended: asyncio.Future[GroupResult]) -> Group:
         """Let a group that was handed out come to its end: others of its rollouts may still be cancelled."""
         self._ended.remove(ended)
         self._kept = [kept for kept in self._kept if not kept.ended]
-        self._kept.append(self._open.pop(ended))
+        self._kept.append(group := self._open.pop(ended))
         self._changed.set()
+        return group
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class Groups(AsyncIterator[GroupResult]):
             await group.aclose()
             raise
         else:
-            decided = asyncio.create_task(group.result())
+            decided = asyncio.create_task(group.decided())
         self._open[decided] = group
         decided.add_done_callback(self._end)
 

@@ -19,6 +19,7 @@ from producer import (
     OnReady,
     Pace,
     Producer,
+    ProducerSettings,
     RolloutConflictError,
     RolloutRequest,
     RolloutResult,
@@ -229,6 +230,43 @@ def test_groups_come_once_each_and_go_on_after_a_crash(settings, worker):
     assert set(first[:-1]) | set(second) == {f"run-{n}" for n in range(12)}
     assert asyncio.run(take(100)) == ([], [])
     assert len(worker.started) == len(set(worker.started)) == 36
+
+
+def test_what_was_not_handed_out_is_kept_however_long_the_trainer_is_away(redis_url, worker):
+    settings = ProducerSettings(redis_url=redis_url, keep_consumed=60)
+    requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(3)]
+    client = worker.client
+
+    def kept(group_id: str) -> set[bool]:
+        keys = [broker.result_key(f"{group_id}-{n}") for n in range(2)]
+        assert all(client.ttl(key) > 0 for key in keys)
+        return {client.ttl(key) > 60 for key in keys}
+
+    async def main() -> list[str]:
+        async with Producer(settings) as producer:
+            groups = producer.groups(requests, GroupTerms(2), run_id="run", consumer="trainer")
+            ids = [(await anext(groups)).group_id]
+            await wait_for(lambda: all(group.ended for group in groups.open))
+            assert kept(ids[0]) == {True}, "it is in hand: who knows whether it was dealt with"
+            ids.append((await anext(groups)).group_id)
+            assert kept(ids[0]) == {False}
+            return ids
+
+    ids = asyncio.run(main())
+    assert all(kept(f"run-{n}") == {f"run-{n}" not in ids[:1]} for n in range(3))
+
+
+def test_a_group_is_consumed_by_who_takes_it(settings, worker):
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            groups = [await producer.submit_group(REQUEST, 2, group_id=f"g{n}") for n in range(3)]
+            await wait_for(lambda: all(group.ended for group in groups))
+            await groups[0].result()
+            assert len([result async for result in groups[1]]) == 2
+        ttls = [worker.client.ttl(broker.result_key(f"g{n}-0")) > 3600 for n in range(3)]
+        assert ttls == [False, False, True]
+
+    asyncio.run(main())
 
 
 def test_an_example_comes_once_in_a_run(settings, worker):
