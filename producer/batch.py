@@ -16,10 +16,12 @@ from producer.connection import CHUNK, REJECTED, CancelAnswer, Chunk, FleetConne
 from producer.consumer import Consumer
 from producer.consumption import TOGETHER, Consumption
 from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
+from producer.errors import RolloutConflictError
 from producer.ids import new_batch_id, sample_rollout_id
 from producer.pace import Pace
 from producer.results import GROUP, Completions, Recent, next_group, read_result
 from producer.source import Requests, Source
+from producer.takeover import as_submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Batch(AsyncIterator[RolloutResult]):
 
     Without a ``batch_id`` the batch gets a fresh one. With one, a request that has an ``example_id`` and no
     ``rollout_id`` of its own is given ``BATCH-EXAMPLE-SAMPLE`` as its id, so that submitting the batch again, also from
-    another process, finds the rollouts of the first time.
+    another process, finds the rollouts of the first time; also under another ``policy_version``: they keep theirs.
 
     With a ``consumer`` as well, Redis keeps which results were acknowledged under that name: submitted again by a
     process that was killed and restarted, the batch goes on with the others. Asking for the next result acknowledges
@@ -283,10 +285,14 @@ class Batch(AsyncIterator[RolloutResult]):
         self._count_submitted(len(chunk.requests))
         try:
             answers = await connection.submit_chunk(chunk)
-        except REJECTED:
+        except REJECTED as error:
             for request in chunk.requests:
                 self._waiting.pop(request.rollout_id, None)
             self._count_submitted(-len(chunk.requests))
+            if isinstance(error, RolloutConflictError) and (earlier := await self._as_submitted(chunk, error)):
+                for part in connection.chunks(earlier):
+                    await self._send_chunk(part)
+                return
             raise
         finally:
             # After any other error too, for they may be in Redis: `cancel` must reach them, or their records be found.
@@ -294,6 +300,11 @@ class Batch(AsyncIterator[RolloutResult]):
         for request, answer in zip(chunk.requests, answers, strict=True):
             if answer is Submitted.FINISHED:  # by an earlier run: its entry in the stream may lie behind us
                 self._announce(request.rollout_id)
+
+    async def _as_submitted(self, chunk: Chunk, conflict: RolloutConflictError) -> list[RolloutRequest] | None:
+        if not self._may_come_again:
+            return None
+        return await as_submitted(self._lasting, chunk.requests, conflict.rollout_ids)
 
     def _count_submitted(self, count: int) -> None:
         self._counts = replace(self._counts, submitted=self._counts.submitted + count)

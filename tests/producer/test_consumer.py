@@ -179,3 +179,20 @@ def test_a_consumer_that_is_killed_ten_times_gets_each_exactly_once(redis_url, i
     consume_killed(redis_url, out, COUNT, KILLS, seed, lambda n: end_all(idle_worker, requests[share(n, KILLS, COUNT)]))
     lines = out.read_text().splitlines()
     assert sorted(lines) == sorted(request.rollout_id for request in requests), f"seed {seed}"
+
+
+def test_a_batch_submitted_again_under_a_newer_policy_keeps_what_it_had_submitted(settings, idle_worker, make):
+    def requests(version: int) -> list[RolloutRequest]:
+        fields = [{"model": "m", "example_id": n, "policy_version": version} for n in range(300)]
+        return [RolloutRequest.parse(of) for of in fields]
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            await producer.submit_many(requests(1)[5:], batch_id="b", max_in_flight=300)
+            again = await producer.submit_many(requests(2), batch_id="b", max_in_flight=300)
+            assert again.counts.submitted == 300
+            versions = [request.policy_version for request in again._waiting.values()]
+            assert (versions.count(2), versions.count(1)) == (5, 295)
+
+    asyncio.run(main())
+    assert idle_worker.client.zcard(broker.PENDING) == 300

@@ -14,6 +14,7 @@ from producer import (
     ErrorInfo,
     ErrorKind,
     Group,
+    GroupResult,
     GroupTerms,
     InvalidRequestError,
     OnReady,
@@ -230,6 +231,27 @@ def test_groups_come_once_each_and_go_on_after_a_crash(settings, worker):
     assert set(first[:-1]) | set(second) == {f"run-{n}" for n in range(12)}
     assert asyncio.run(take(100)) == ([], [])
     assert len(worker.started) == len(set(worker.started)) == 36
+
+
+def test_a_trainer_that_is_further_by_now_takes_over_what_it_had_submitted_before(settings, worker):
+    worker.behaviour = failing(1)
+
+    async def take(version: int, count: int, **fields: object) -> list[GroupResult]:
+        requests = [REQUEST.model_copy(update={"example_id": n, "policy_version": version, **fields}) for n in range(4)]
+        async with Producer(settings) as producer:
+            terms = GroupTerms(2, replace_failed=1)
+            groups = producer.groups(requests, terms, run_id="run", max_groups=3, consumer="trainer")
+            return [await anext(groups) for _ in range(count)]
+
+    first = asyncio.run(take(3, 1))
+    with pytest.raises(RolloutConflictError):
+        asyncio.run(take(4, 4, prompt="another task"))
+    second = asyncio.run(take(5, 4))
+    assert {group.group_id for group in first + second} == {f"run-{n}" for n in range(4)}
+    versions = {(group.group_id, r.policy_version) for group in second for r in group.results}
+    assert versions >= {(first[0].group_id, 3)}
+    assert {version for _, version in versions} == {3, 5}
+    assert len(worker.started) == len(set(worker.started)) == 12
 
 
 def test_what_was_not_handed_out_is_kept_however_long_the_trainer_is_away(redis_url, worker):
