@@ -280,7 +280,11 @@ class Producer:
         From here on nothing more is submitted under that id: `BatchCancelledError` is raised where it is tried.
         """
         await self.connection.close_batch(batch_id)
-        return await self.connection.cancel(await unfinished(self.connection, batch_id))
+        answers = await self.connection.cancel(await unfinished(self.connection, batch_id))
+        # Once more: one that its worker gave back during the look had left one place and was not yet in the other.
+        while found := [i for i in await unfinished(self.connection, batch_id) if i not in answers]:
+            answers |= await self.connection.cancel(found)
+        return answers
 
     async def set_limit(self, place: str, count: int | None) -> None:
         """Let at most ``count`` rollouts of the whole fleet run in a place at one time; None lifts the limit.

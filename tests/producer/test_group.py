@@ -27,7 +27,9 @@ from producer import (
     StopCondition,
     SyncProducer,
     broker,
+    inflight,
 )
+from producer.connection import FleetConnection
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7, "policy_version": 3})
 BROKEN = ErrorInfo(kind=ErrorKind.SANDBOX, message="it broke")
@@ -192,6 +194,28 @@ def test_a_batch_is_cancelled_for_good_by_its_id_alone_whoever_submitted_it(sett
 
     asyncio.run(main())
     assert not idle_worker.client.exists(broker.job_key("r-3"), broker.job_key("r-4"))
+
+
+def test_a_rollout_that_is_given_back_while_its_batch_is_cancelled_does_not_escape(
+    settings, idle_worker, make, monkeypatch
+):
+    members, client = inflight._members, idle_worker.client
+
+    async def giving_back(connection: FleetConnection, key: str) -> list[str]:
+        found = await members(connection, key)
+        if key == broker.PENDING and client.zrem(broker.RUNNING, "r-1"):
+            client.hset(broker.job_key("r-1"), "state", "pending")
+            client.zadd(broker.PENDING, {"r-1": 1})
+        return found
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            await producer.submit_many(make(3), batch_id="b")
+            assert idle_worker.claim("r-1")
+            monkeypatch.setattr("producer.inflight._members", giving_back)
+            assert await producer.cancel_batch("b") == dict.fromkeys(("r-0", "r-1", "r-2"), CancelAnswer.CANCELLED)
+
+    asyncio.run(main())
 
 
 def test_a_group_that_is_submitted_again_finds_its_rollouts_and_its_replacements(settings, worker):
