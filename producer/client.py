@@ -290,7 +290,8 @@ class Producer:
         """Let at most ``count`` rollouts of the whole fleet run in a place at one time; None lifts the limit.
 
         A place is ``env:NAME`` (with ``_`` for spaces) or ``gateway:URL``, as requests name it. Rollouts above the
-        limit wait without a worker, in the order in which they were submitted, and are woken as places become free.
+        limit wait without a worker and are woken as places become free: as in the queue, what is of a higher priority
+        first, then in the order in which they were submitted, and each fourth place is for the others.
         """
         await self.connection.set_limit(place, count)
 

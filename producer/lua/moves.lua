@@ -22,6 +22,9 @@ local function make_known(queue)
   if queue.name ~= '' then redis.call('SADD', QUEUE_KEYS.all, queue.name) end
 end
 
+-- Of how many that are served one is of a list that is not the first.
+local SHARE = 4
+
 local function clock()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
@@ -65,12 +68,33 @@ local function has_room(place)
   return not limit or redis.call('SCARD', KEY.place .. place) < tonumber(limit)
 end
 
--- Give free room in a place to those that wait for it longest. Each holds it from here on, so that nobody is woken for
+-- Return who is next in a place, of those that are parked there: as in a queue, what is of the first list, in the order of
+-- submission, and of every SHARE where others wait too one of these, the one that has waited longest.
+local function next_parked(place)
+  local parked = KEY.parked .. place
+  local first, last = redis.call('ZRANGE', parked, 0, 0, 'WITHSCORES'), redis.call('ZRANGE', parked, -1, -1, 'WITHSCORES')
+  local span = #LISTS > 1 and LISTS[2][3] - LISTS[1][3] or math.huge
+  if not first[1] or math.floor(first[2] / span) == math.floor(last[2] / span) then return first[1] end
+  local woken = redis.call('HINCRBY', KEY.lanes, place, 1)
+  redis.call('EXPIRE', KEY.lanes, 60)
+  if woken % SHARE ~= 0 then return first[1] end
+  local found, since
+  for _, list in ipairs(LISTS) do
+    if list[3] > tonumber(first[2]) then
+      local range = {list[3], '(' .. string.format('%.0f', list[3] + span)}
+      local head = redis.call('ZRANGEBYSCORE', parked, range[1], range[2], 'WITHSCORES', 'LIMIT', 0, 1)
+      if head[1] and (not since or head[2] - list[3] < since) then found, since = head[1], head[2] - list[3] end
+    end
+  end
+  return found or first[1]
+end
+
+-- Give free room in a place to those that wait for it. Each holds it from here on, so that nobody is woken for
 -- nothing and nobody overtakes: wherever somebody is parked, the place is full.
 local function wake(place)
   local parked, woken = KEY.parked .. place, {}
   while has_room(place) do
-    local id = redis.call('ZRANGE', parked, 0, 0)[1]
+    local id = next_parked(place)
     if not id then break end
     redis.call('ZREM', parked, id)
     local record = redis.call('HMGET', KEY.job .. id, 'state', 'parked', 'priority', 'queue')
@@ -115,7 +139,8 @@ local function enter(queue, id, places, message, since)
   redis.call('HSET', KEY.job .. id, 'parked', filled_in(message, queue))
   redis.call('ZREM', queue.pending, id)
   redis.call('ZREM', queue.delayed, id)
-  redis.call('ZADD', KEY.parked .. full, tonumber(since) or clock(), id)
+  local list = list_of(queue, redis.call('HGET', KEY.job .. id, 'priority'))
+  redis.call('ZADD', KEY.parked .. full, list[3] + (tonumber(since) or clock()), id)
   -- It holds nothing while it waits: others may need what it was woken for.
   for place in string.gmatch(places, '%S+') do
     if place ~= full and redis.call('SREM', KEY.place .. place, id) == 1 then wake(place) end
@@ -170,9 +195,9 @@ local function choose_gateway(id, job, gateways)
   return chosen
 end
 
--- Of every so many claims of a queue, have the next one be of a list that is not served first: of those, what waits
+-- Of every SHARE claims of a queue, have the next one be of a list that is not served first: of those, what waits
 -- longest. Workers serve a queue's lists strictly in order, and a full first one would keep the others waiting for ever.
-local function serve_later_lists(queue, share)
+local function serve_later_lists(queue)
   local later = {}
   for _, list in ipairs(queue.lists) do
     if redis.call('LLEN', list[2]) > 0 then later[#later + 1] = list end
@@ -180,7 +205,7 @@ local function serve_later_lists(queue, share)
   if #later < 2 then return end
   local served = redis.call('HINCRBY', KEY.lanes, queue.celery, 1)
   redis.call('EXPIRE', KEY.lanes, 60)
-  if served % share ~= 0 then return end
+  if served % SHARE ~= 0 then return end
   local found, oldest
   for i = 2, #later do
     local readable, parsed = pcall(cjson.decode, redis.call('LINDEX', later[i][2], -1))

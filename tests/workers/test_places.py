@@ -88,6 +88,25 @@ def test_a_rollout_over_its_limit_is_parked_and_woken_by_the_one_that_ends(store
     assert not store.client.exists(broker.PLACES, broker.place_key("env:e"), broker.parked_key("env:e"))
 
 
+def test_within_a_full_place_evaluation_goes_first_and_training_is_not_starved(store, redis_url):
+    train = [f"t{n}" for n in range(4)]
+    submit(redis_url, *of_env("first", *train), limits={"env:e": 1})
+    queued(store)
+    running = store.claim("first", "w")
+    assert {store.claim(rollout_id, "w") for rollout_id in train} == {"parked"}
+    evaluation = [f"e{n}" for n in range(9)]
+    submit(redis_url, *(of | {"purpose": "eval"} for of in of_env(*evaluation)))
+    assert {store.claim(rollout_id, "w") for rollout_id in queued(store)} == {"parked"}
+    served = []
+    for _ in train + evaluation:
+        end(store, running)
+        [next_] = queued(store)
+        served.append(next_)
+        running = store.claim(next_, "w")
+    order = ["e0", "e1", "e2", "t0", "e3", "e4", "e5", "t1", "e6", "e7", "e8", "t2", "t3"]
+    assert served == order, "it came last, and does not wait for all that came before"
+
+
 def test_a_rollout_that_is_given_back_frees_its_place(store, redis_url):
     submit(redis_url, *of_env("a", "b"), limits={"env:e": 1})
     queued(store)

@@ -10,7 +10,6 @@
 -- when there is nothing to claim: "running" or "done" (a duplicate wake-up), "unknown" (no record, and none was offered), "stale" (ended here, as
 -- it is too old for what is trained now), "parked" (it is woken when a place is free), "elsewhere" (the worker does not
 -- serve its queue; it is sent there, now where its record is made here, and else by the sweep if it is not there).
-local SHARE = 4
 local now = clock()
 local id = ARGV[1]
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -51,5 +50,5 @@ redis.call('ZREM', queue.pending, id)
 redis.call('ZREM', queue.delayed, id)
 redis.call('ZADD', queue.running, now + ARGV[3], id)
 make_known(queue)
-serve_later_lists(queue, SHARE)
+serve_later_lists(queue)
 return {'claimed', attempt, spent, tonumber(record[1]), record[2], gateway, record[6] or '0', record[3]}
