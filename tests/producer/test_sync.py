@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support import wait_until
@@ -20,26 +21,32 @@ from producer import (
     SyncProducer,
     broker,
 )
+from producer.background import Following
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7})
 
 
-def interrupted(next_one: Callable[[], object]) -> None:
+def interrupted(following: Following[Any]) -> None:
     """Wait for what does not come, until Ctrl-C."""
     main = threading.main_thread().ident
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        wait_until(lambda: following._next, what="the waiting to begin")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        next_one()
-    timer.join()
+        next(following)
+    thread.join()
 
 
 def test_an_interrupted_wait_loses_no_result_and_the_next_loop_goes_on(settings, idle_worker, make):
     with SyncProducer(settings) as producer:
         batch = producer.submit_many(make(3), batch_id="b")
         follower = producer.results("b", count=3)
-        interrupted(lambda: next(batch))
-        interrupted(lambda: next(follower))
+        interrupted(batch)
+        interrupted(follower)
         for request in make(3, batch_id="b"):
             idle_worker.finish(RolloutResult.for_request(request, StopCondition.COMPLETED))
         assert [result.rollout_id for result in batch] == ["r-0", "r-1", "r-2"]
@@ -78,7 +85,8 @@ def test_groups_can_be_watched_and_cancelled(settings, idle_worker):
     requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(2)]
     with SyncProducer(settings) as producer:
         groups = producer.groups(requests, GroupTerms(2), run_id="run", consumer="trainer")
-        interrupted(lambda: next(groups))
+        interrupted(groups)
+        wait_until(lambda: len(groups.open) == 2, what="both to be submitted")
         assert sorted(group.group_id for group in groups.open) == ["run-0", "run-1"]
         groups.max_groups = 3
         groups.set_pace(per_minute=60_000)
