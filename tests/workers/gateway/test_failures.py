@@ -154,6 +154,19 @@ def test_a_body_beyond_the_limit_is_413_whether_or_not_its_length_is_told(
     assert len(model.requests) == 1
 
 
+def test_a_body_that_grows_beyond_the_limit_is_413_before_it_ends(
+    gateway_with: Callable[..., Any], model_url: str
+) -> None:
+    gateway = gateway_with(upstream=model_url, max_body_bytes=200_000)
+    rollout = gateway.register()
+    with socket.create_connection((gateway.base_url.host, gateway.base_url.port), timeout=20) as made:
+        head = f"POST /v1/rollouts/{rollout}/chat/completions HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n"
+        made.sendall(head.encode())
+        for _ in range(4):
+            made.sendall(b"%x\r\n%s\r\n" % (60_000, b" " * 60_000))
+        assert made.recv(65536).startswith(b"HTTP/1.1 413")
+
+
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": "\\ud800"}', b"\xff\xfe", b'{"a": NaN}'])
 def test_json_that_cannot_be_read_is_422(gateway: Any, body: bytes) -> None:
     answer = gateway.post(f"/v1/rollouts/{gateway.register()}/chat/completions", content=body)

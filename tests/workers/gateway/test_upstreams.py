@@ -32,13 +32,28 @@ def asked(models: list[Any]) -> list[int]:
     return [len(each.requests) for each in models]
 
 
-def test_a_rollout_stays_with_its_server(gateway_with: Callable[..., Any], servers: list[Any]) -> None:
+def test_a_rollout_stays_with_its_server(
+    gateway_with: Callable[..., Any], servers: list[Any], answer_of: Callable[..., Any]
+) -> None:
     gateway = gateway_with(upstream=[each.url for each in servers])
-    rollouts = [gateway.register() for _ in range(3)]
-    for rollout in rollouts:
-        for _ in range(3):
-            assert gateway.chat(rollout).status_code == 200
-    assert sorted(asked(servers)) in ([0, 0, 9], [0, 3, 6], [3, 3, 3])  # never one of another's
+    first, second = gateway.register(), gateway.register()
+    released = threading.Event()
+    for each in servers:
+        each.will(lambda _: (released.wait(20), answer_of())[1])
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(gateway.chat, first)]
+        wait_until(lambda: sum(asked(servers)) == 1)
+        calls.append(pool.submit(gateway.chat, second))  # its server is another, as the first has a call to answer
+        wait_until(lambda: sum(asked(servers)) == 2)
+        released.set()
+        assert [call.result(20).status_code for call in calls] == [200, 200]
+    for each in servers:
+        each.answers.clear()
+    before = asked(servers)
+    assert sorted(before) == [0, 1, 1]
+    for _ in range(3):  # all servers are free now, and yet each goes to its own
+        assert (gateway.chat(first).status_code, gateway.chat(second).status_code) == (200, 200)
+    assert asked(servers) == [4 * count for count in before]
 
 
 def test_new_rollouts_go_to_the_server_with_the_fewest_calls(
@@ -70,6 +85,24 @@ def test_a_call_whose_server_is_gone_is_made_at_another(gateway_with: Callable[.
         assert gateway.chat(rollout, stream=stream).status_code == 200
     assert gateway.trajectory(rollout)["failed_calls"] == 0
     assert asked(servers[:1]) == [3]
+
+
+@pytest.mark.parametrize(
+    "broken", [b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{", b""]
+)
+def test_a_call_that_a_server_may_have_answered_is_made_at_no_other(
+    gateway_with: Callable[..., Any], servers: list[Any], serve_raw: Callable[..., Any], broken: bytes
+) -> None:
+    """It was sampled, perhaps: a second answer would not be the one that the first server counts and caches."""
+    listener, thread = serve_raw([broken, broken])  # unanswered, it is sent to the same server once more
+    with listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        gateway = gateway_with(upstream=[url, servers[0].url])
+        assert gateway.chat(gateway.register()).status_code == 502
+        if broken:
+            socket.create_connection(listener.getsockname()).close()  # lets the thread end
+        thread.join(10)
+    assert asked(servers[:1]) == [0]
 
 
 def test_a_server_that_fails_is_left_alone_until_it_answers_again(
