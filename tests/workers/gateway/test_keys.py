@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import orjson
 import pytest
 
+from workers.gateway.server import create_app
 from workers.gateway.server.dialects.table import CHAT
 
 CONTROL = [
@@ -108,6 +112,23 @@ def test_health_needs_no_key_and_tells_the_loops_lag(guarded: Any) -> None:
     assert answer.status_code == 200
     assert answer.json()["rollouts"] == 1
     assert answer.json()["loop_lag"] >= 0
+
+
+def test_the_lag_is_what_the_loops_queue_took(model_url: str) -> None:
+    async def body() -> float:
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": [], "query_string": b""}
+        asked = asyncio.ensure_future(create_app(upstream=model_url)(scope, asyncio.Event().wait, send))
+        asyncio.get_running_loop().call_soon(time.sleep, 0.05)  # after it asked, and before it goes on
+        await asked
+        lag: float = orjson.loads(said[1]["body"])["loop_lag"]
+        return lag
+
+    assert asyncio.run(body()) >= 0.04
 
 
 def test_models_lists_the_registered_model_alone(gateway: Any) -> None:

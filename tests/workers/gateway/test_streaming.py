@@ -208,6 +208,21 @@ def test_a_chunk_that_is_none_is_a_failure(gateway: Any, model: Any, chunk: byte
     assert gateway.trajectory(rollout)["failed_calls"] == 1
 
 
+def test_an_event_without_an_end_does_not_fill_the_memory(
+    gateway: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.gateway.server.streaming.LARGEST_EVENT", 100_000)
+    never = threading.Event()
+    model.will(model.events([b"data: {" + b" " * 60_000, b" " * 60_000, lambda: never.wait(20)]))
+    rollout = gateway.register()
+    answer = gateway.chat(rollout, stream=True)
+    wait_until(lambda: model.left_early == 1, what="the gateway to end the model server's call")
+    never.set()
+    assert b"upstream_malformed" in answer.content
+    assert len(answer.content) < 1000
+    assert gateway.trajectory(rollout)["failed_calls"] == 1
+
+
 def test_a_streamed_call_that_fails_before_its_first_byte_has_a_status_of_its_own(gateway: Any, model: Any) -> None:
     rollout = gateway.register()
     model.will(

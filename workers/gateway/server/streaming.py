@@ -13,6 +13,8 @@ from workers.gateway.server.nesting import MAX_NESTING, is_too_deep
 #: A blank line ends an event; lines may end in LF, CRLF or CR (WHATWG HTML, server-sent events).
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 DONE = b"[DONE]"
+#: Bytes of one event; a prompt of a million token ids has 7 MB. What is larger is cut, and so no chunk.
+LARGEST_EVENT = 64 * 1024 * 1024
 
 
 class EventSplitter:
@@ -30,6 +32,8 @@ class EventSplitter:
             del self._buffer[: match.end()]
             self._scanned = 0
             yield event
+        if len(self._buffer) > LARGEST_EVENT:
+            yield self.rest()
         self._scanned = max(0, len(self._buffer) - 3)  # the longest end is 4 bytes; 3 of them may be here already
 
     @property
