@@ -90,8 +90,8 @@ def run_gateway(settings: GatewaySettings) -> None:
 def _spare_collections() -> None:
     """Look at each object twice for garbage, and seldom a third time: nearly nothing here has cycles.
 
-    How long all streams stand still for it follows from the thresholds: 2 ms for the youngest 2,000 objects, 6 ms for
-    20,000. With the usual ones all objects would be looked at again and again (a tenth of the CPU).
+    How long all streams stand still for it follows from the thresholds: half a millisecond for the youngest 2,000
+    objects, 6 ms for 20,000. With the usual ones all objects would be looked at again and again (a tenth of the CPU).
     """
     gc.collect()
     gc.freeze()
