@@ -115,7 +115,6 @@ def scripted(speaker: Speaker, serve: Callable[[Any], Any], gateway_with: Callab
         upstream=serve(speaker.model.app).url,
         upstream_api_key="up-key",
         native=["responses", "messages"],
-        keep_alive=0.05,
     )
 
 
