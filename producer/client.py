@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -22,6 +23,7 @@ from producer.inflight import unfinished, youngest
 from producer.pace import Pace
 from producer.policy import OVERLOAD, OnStale, Staled
 from producer.results import START, Results, read_result
+from producer.served import Served
 from producer.server import require_noeviction
 from producer.settings import ProducerSettings
 from producer.source import Requests
@@ -31,6 +33,8 @@ from producer.watching import RolloutProgress, progress_of
 if TYPE_CHECKING:
     from producer.tracing import Traces
 
+logger = logging.getLogger(__name__)
+
 _GIVE_UP_SECONDS = 5.0
 
 
@@ -38,7 +42,8 @@ class Producer:
     """Submits rollouts and receives results; an asynchronous context manager bound to one event loop.
 
     ``patience`` is for how many seconds a call is retried while Redis is away. Iterating over results has no such
-    limit: it reads on when Redis is back.
+    limit: it reads on when Redis is back. ``tell`` is given a sentence where rollouts are submitted and no worker is
+    alive or serves their queue: they wait until one comes.
 
         async with Producer.from_settings() as producer:
             batch = await producer.submit_many(requests)
@@ -46,8 +51,11 @@ class Producer:
                 ...
     """
 
-    def __init__(self, settings: ProducerSettings, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, settings: ProducerSettings, *, patience: float = 30.0, tell: Callable[[str], object] = logger.warning
+    ) -> None:
         self.settings = settings
+        self._tell = tell
         self._patience = patience
         self._connection: FleetConnection | None = None
         self._open: weakref.WeakSet[Batch | Results | Group | Groups] = weakref.WeakSet()
@@ -67,6 +75,8 @@ class Producer:
         await connection.open()
         await self._check_server(connection)
         connection.traces = self._traces = traces
+        self.served = Served(connection, self._tell)
+        connection.on_queue = self.served.expect
         self._connection = connection
         return self
 
@@ -92,6 +102,7 @@ class Producer:
             await waiters.aclose()
         connection, self._connection = self._connection, None
         if connection is not None:
+            await self.served.aclose()
             await asyncio.shield(connection.close())
         if self._traces is not None:
             traces, self._traces = self._traces, None

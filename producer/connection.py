@@ -132,6 +132,7 @@ class FleetConnection:
         self.url = redis_url
         self.patience = patience
         self.traces: Traces | None = None  #: what is told of each rollout that is submitted
+        self.on_queue: Callable[[str], object] = lambda _: None  #: is told its queue
         self._keep_consumed = max(1, int(keep_consumed))
         self._consumed_to: OrderedDict[str, str] = OrderedDict()
         self._ttl = int(broker.RESULT_TTL.total_seconds())
@@ -266,6 +267,7 @@ class FleetConnection:
 
     def _encode(self, request: RolloutRequest) -> list[Any]:
         data = request.to_json()
+        self.on_queue(request.queue)
         message = self.message(request.rollout_id, request.priority, request.queue)
         identity = [request.rollout_id, data, request.batch_id, request.max_attempts, request.priority]
         return [*identity, message, *broker.record_fields(request)]

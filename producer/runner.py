@@ -23,7 +23,6 @@ from producer.files.output import ResultsOutput, prepare_results
 from producer.ids import new_batch_id
 from producer.progress import Progress, plain_or_rich
 from producer.resume import Resumption
-from producer.served import Served
 from producer.settings import ProducerSettings
 from producer.source import Requests
 from producer.stalled import Stalled
@@ -108,16 +107,16 @@ async def run_batch_async(
     file = prepare_results(out, overwrite=options.overwrite) if isinstance(out, Path) else out
     summary = Summary(batch_id=options.batch_id, kept=len(file.kept), kept_failed=file.kept_failed)
     with Interrupts().installed() as interrupts:
-        async with Producer(options.settings) as producer:
+        async with Producer(options.settings, tell=lambda text: _say(f"warning: {text}")) as producer:
             await _refuse_known(producer.connection, options.fresh_ids)
-            served = Served(producer.connection, _say)
-            await served.warn()
+            with suppress(FleetError):  # it is told again when something is submitted
+                await producer.served.warn()
             with file, plain_or_rich(options.total) as progress:
                 if options.on_open is not None:
                     options.on_open()
                 run = _Run(producer, file, summary, options)
-                async with served.watching(), Stalled(producer.connection, run.counts, _say).watching():
-                    await run.to_the_end(served.noted(requests), interrupts, progress)
+                async with Stalled(producer.connection, run.counts, _say).watching():
+                    await run.to_the_end(requests, interrupts, progress)
     if options.resumption is not None and options.resumption.taken_over:
         _say(f"{options.resumption.taken_over} rollouts that were submitted before were taken over")
     if summary.interrupted and options.resume_hint:

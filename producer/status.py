@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from producer import broker
-from producer.connection import FleetConnection, awaitable
+from producer.connection import FleetConnection
 from producer.counts import Counting, FleetCounts, QueueCounts, ask_what_there_is, clock_ms
 from producer.queues import PRIORITY_STEPS, QUEUE
+from producer.served import read_reports
 from producer.server import redact
 from producer.worker_report import (
     breaker,
@@ -275,7 +275,7 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         names, *there_is = await pipe.execute()
         now = clock_ms(there_is[0])
         alive = [name.decode() for name, expires in names if expires > now]
-        workers = await _reports(connection, alive)
+        workers = await read_reports(connection, alive)
         counting = Counting(there_is, besides=[queue for worker in workers for queue in serves(worker)])
         pipe.llen(broker.MAINTENANCE_QUEUE)
         pipe.hlen(broker.LEDGER)
@@ -289,23 +289,6 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
     return await connection.call(read)
 
 
-async def queues_served(connection: FleetConnection) -> set[str] | None:
-    """Return the queues that living workers serve; None when there is no living worker."""
-
-    async def read() -> set[str] | None:
-        now = clock_ms(await connection.redis.time())
-        alive: Any = await connection.redis.zrangebyscore(broker.WORKERS, f"({now}", "+inf")
-        workers = await _reports(connection, [name.decode() for name in alive])
-        return {queue for worker in workers for queue in serves(worker)} if workers else None
-
-    return await connection.call(read)
-
-
-async def _reports(connection: FleetConnection, names: Sequence[str]) -> list[dict[str, Any]]:
-    found: Any = await awaitable(connection.redis.mget([broker.worker_key(name) for name in names])) if names else []
-    return [_report(name, report) for name, report in zip(names, found, strict=True)]
-
-
 def told_unserved(queue: str, amount: int) -> str:
     """Say that rollouts wait where nobody takes them, and what to do."""
     wait = "waits" if amount == 1 else "wait"
@@ -313,11 +296,3 @@ def told_unserved(queue: str, amount: int) -> str:
         f"{count(amount, 'rollout')} {wait} in queue {queue}, which no worker serves; start one with: "
         f"ROLLOUTS_QUEUES={queue} rollouts worker"
     )
-
-
-def _report(name: str, report: bytes | None) -> dict[str, Any]:
-    try:
-        found = orjson.loads(report or b"{}")
-    except orjson.JSONDecodeError:
-        found = {}
-    return (found if isinstance(found, dict) else {}) | {"name": name}

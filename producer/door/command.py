@@ -112,7 +112,6 @@ async def _serve(settings: ProducerSettings, address: str, options: DoorOptions)
     from producer.client import Producer
     from producer.door.door import Door
     from producer.door.socket import DoorSocket
-    from producer.served import Served
 
     async with Producer(settings) as producer:
         try:
@@ -124,10 +123,8 @@ async def _serve(settings: ProducerSettings, address: str, options: DoorOptions)
             serving = asyncio.ensure_future(Door(producer, socket, options).serve())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-            served = Served(producer.connection, lambda text: typer.echo(text, err=True))
-            served.expect(options.queue)
-            async with served.watching():
-                await asyncio.wait({serving})
+            producer.served.expect(options.queue)
+            await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
 

@@ -168,7 +168,7 @@ def test_the_rendered_door_opens_and_ends_in_time(helm4: Helm, tmp_path: Path) -
                 return probe.connect_ex(("127.0.0.1", ports["door"])) == 0
 
         wait_until(is_open, timeout=60, what="the door")
-        words = "no worker is running on"
+        words = "WARNING no worker is running on"
         wait_until(lambda: words in cluster.log("fleet-env-math"), timeout=30, what=words)
         door.send_signal(signal.SIGTERM)
         assert door.wait(30) == 0, cluster.log("fleet-env-math")
