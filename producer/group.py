@@ -49,7 +49,10 @@ Usable = Callable[[RolloutResult], bool]
 
 
 def is_usable(result: RolloutResult) -> bool:
-    """Whether a rollout completed and is not too old: what counts as usable unless the caller says otherwise."""
+    """Whether a rollout completed and is not too old: what counts as usable unless the caller says otherwise.
+
+    Where it does not, a group takes also what is too old, as long as the trainer says `OnStale.KEEP`.
+    """
     return result.completed and not result.stale
 
 
@@ -211,7 +214,7 @@ class Group(AsyncIterator[RolloutResult]):
             await self._changed.wait()
 
     def _judge(self, result: RolloutResult) -> None:
-        if self.terms.usable(result):
+        if self._is_usable(result):
             self._usable.append(result)
         elif self._decision is None and self._may_be_replaced(result):
             self._replaced += 1
@@ -230,8 +233,17 @@ class Group(AsyncIterator[RolloutResult]):
             if still_open:
                 self._cancelling = asyncio.create_task(self.batch.cancel())
 
+    def _is_usable(self, result: RolloutResult) -> bool:
+        if self.terms.usable is is_usable and self._connection.policy.keeps_stale:
+            return result.completed
+        return self.terms.usable(result)
+
+    def _is_lost_to_age(self, result: RolloutResult) -> bool:
+        # One that is kept and completed can only be lost by the caller's own terms.
+        return result.stale and (result.completed or not self._connection.policy.keeps_stale)
+
     def _may_be_replaced(self, result: RolloutResult) -> bool:
-        gone = result.stale or result.stop_condition is StopCondition.CANCELLED
+        gone = self._is_lost_to_age(result) or result.stop_condition is StopCondition.CANCELLED
         return not gone and self._replaced < self.terms.replace_failed
 
     def _decide(self, dropped: Drop | None = None, reason: str = "") -> None:
@@ -245,7 +257,7 @@ class Group(AsyncIterator[RolloutResult]):
         lost = [result for result in self._results if result not in self._usable]
         reasons = {result.error.reason for result in lost if result.error}
         said = f"only {len(self._usable)} of the {self.terms.needed} rollouts that it needs were usable"
-        if any(result.stale for result in lost) or STALE in reasons:
+        if any(map(self._is_lost_to_age, lost)) or STALE in reasons:
             return Drop.STALE, f"{said}: it is too old for the policy that is trained now"
         if OVERLOAD in reasons:
             return Drop.OVERLOAD, f"{said}: others were cancelled to shed load"

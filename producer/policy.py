@@ -56,6 +56,11 @@ class PolicyView:
             return
         self.version, self._steps, self._on_stale = int(version), int(steps), OnStale(on_stale.decode())
 
+    @property
+    def keeps_stale(self) -> bool:
+        """Whether what is too old is wanted all the same."""
+        return self._on_stale is OnStale.KEEP
+
     def is_stale(self, result: RolloutResult) -> bool:
         """Whether the result is too old for what is trained now."""
         if self.version is None or result.policy_version is None or result.purpose is not Purpose.TRAIN:

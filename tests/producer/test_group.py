@@ -142,6 +142,23 @@ def test_a_stale_group_is_dropped_whole_and_nothing_replaced(settings, worker):
     assert len(worker.started) == 2
 
 
+def test_where_stale_rollouts_are_kept_a_group_of_them_is_whole_and_failures_are_replaced(settings, worker):
+    worker.behaviour = failing(0)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            await producer.set_policy_version(9, max_off_policy_steps=1, on_stale="keep")
+            whole = await (await producer.submit_group(REQUEST, 2, replace_failed=1)).result(20)
+            assert [(r.sample_index, r.stale) for r in whole.results] == [(1, True), (2, True)]
+            dropped = await (await producer.submit_group(REQUEST, 2)).result(20)
+            assert dropped.dropped is Drop.FAILED
+            worker.behaviour = failing()
+            strict = await producer.submit_group(REQUEST, 2, usable=lambda result: not result.stale)
+            assert (await strict.result(20)).dropped is Drop.STALE
+
+    asyncio.run(main())
+
+
 def test_a_group_that_lost_rollouts_to_shed_load_says_so(settings, worker):
     worker.behaviour = holding(0, 1)
 
