@@ -38,9 +38,9 @@ local function is_stale(policy)
 end
 
 local function list_of(queue, priority)
-  local found = queue.lists[1]
+  local found, wanted = queue.lists[1], tonumber(priority) or 0
   for _, list in ipairs(queue.lists) do
-    if list[1] <= (tonumber(priority) or 0) then found = list end
+    if list[1] <= wanted then found = list end
   end
   return found
 end

@@ -21,7 +21,7 @@ import redis
 from celery import Celery
 from support import RedisServer, command
 
-from producer import FleetUnreachableError, Producer, RolloutRequest, broker
+from producer import FleetUnreachableError, Producer, RolloutRequest, broker, queues
 from producer.settings import ProducerSettings
 from workers import access
 from workers.local import LocalStack, StackError, StackOptions
@@ -129,10 +129,15 @@ def test_a_fleet_runs_over_tls_as_the_user_with_the_least_rights(
     options = StackOptions(
         redis_url=address,
         log_dir=tmp_path,
-        settings={"ROLLOUTS_LEASE_TTL": "2", "ROLLOUTS_TUNNEL_CHECK_INTERVAL": "1", "ROLLOUTS_ORPHAN_INTERVAL": "1"},
+        settings={
+            "ROLLOUTS_LEASE_TTL": "2",
+            "ROLLOUTS_TUNNEL_CHECK_INTERVAL": "1",
+            "ROLLOUTS_ORPHAN_INTERVAL": "1",
+            "ROLLOUTS_QUEUES": "rollouts,gpu",
+        },
     )
     with LocalStack(options) as stack:
-        request = RolloutRequest(model="stand-in", run_command="sleep 1.2; echo here", rollout_id="tls")
+        request = RolloutRequest(model="stand-in", run_command="sleep 1.2; echo here", rollout_id="tls", queue="gpu")
 
         async def main() -> None:
             async with Producer(ProducerSettings(redis_url=address)) as producer, asyncio.timeout(60):
@@ -147,8 +152,11 @@ def test_a_fleet_runs_over_tls_as_the_user_with_the_least_rights(
         asyncio.run(main())
         app = Celery(set_as_current=False)
         app.config_from_object(broker.celery_config(address))
-        task = app.send_task(broker.RUN_ROLLOUT, args=[{"model": "stand-in", "run_command": "echo plain"}])
-        assert task.get(timeout=30)["agent_stdout"] == "plain\n"
+        for queue in ("rollouts", "gpu"):
+            carried, where = {"model": "stand-in", "run_command": "echo plain"}, queues.celery_name(queue)
+            task = app.send_task(broker.RUN_ROLLOUT, args=[carried], queue=where)
+            assert task.get(timeout=30)["agent_stdout"] == "plain\n"
+            assert RolloutRequest.parse(server.client.hget(broker.job_key(task.id), "request")).queue == queue
         assert list((app.control.inspect(timeout=5, limit=1).ping() or {}).values()) == [{"ok": "pong"}]
         app.close()
 
