@@ -33,11 +33,6 @@ class QueueCounts:
     oldest: float = 0.0
     messages: tuple[int, ...] = (0,) * _STEPS
 
-    @property
-    def unfinished(self) -> int:
-        """Rollouts of the queue that have not ended, without those that wait for a limited place."""
-        return self.pending + self.delayed + self.running + self.lapsed
-
 
 @dataclass(frozen=True)
 class FleetCounts:
