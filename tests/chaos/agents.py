@@ -52,6 +52,10 @@ KINDS = {
 }
 
 
+#: All workers serve both.
+QUEUES = ("rollouts", "other")
+
+
 def requests(seed: str, agent: str, token: str, patience: float) -> Iterator[RolloutRequest]:
     """Return requests without end, whose kinds and lengths depend on the seed only.
 
@@ -66,6 +70,7 @@ def requests(seed: str, agent: str, token: str, patience: float) -> Iterator[Rol
             {
                 "model": "stand-in",
                 "example_id": number,
+                "queue": QUEUES[number % len(QUEUES)],
                 "prompt": "go",
                 "info": {"kind": name},
                 "run_command": kind.command(agent, rng),

@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from support import RedisServer
 
+from chaos.agents import QUEUES
 from chaos.proxy import Proxy
 from chaos.scrapes import Scrapes
 from producer import broker
@@ -181,6 +182,7 @@ class Fleet:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "ROLLOUTS_LEASE_TTL": str(self.lease_ttl),
             "ROLLOUTS_ADMIN_PORT": str(self.scrapes.port),
+            "ROLLOUTS_QUEUES": ",".join(QUEUES),
             "ROLLOUTS_DRAIN_TIMEOUT": str(DRAIN_TIMEOUT),
             "ROLLOUTS_ORPHAN_INTERVAL": str(ORPHAN_INTERVAL),
         }

@@ -22,7 +22,7 @@ from chaos import agents, leaks
 from chaos.fleet import Fleet
 from chaos.recovery import Recoveries, Recovery, percentile
 from chaos.script import Script, round_of, steps, wait_calm
-from producer import Producer, RolloutRequest, RolloutResult, broker
+from producer import Producer, RolloutRequest, RolloutResult, broker, queues
 from producer.contract import ErrorKind
 from producer.settings import ProducerSettings
 
@@ -278,8 +278,9 @@ class Scenario:
 
 
 def _queue_left(client: Any) -> dict[str, int]:
-    sets = {key: int(client.zcard(key)) for key in (broker.PENDING, broker.RUNNING, broker.DELAYED)}
-    lists = {repr(key): int(client.llen(key)) for key in broker.queue_keys()}
+    each = queues.pending_key, queues.running_key, queues.delayed_key
+    sets = {key(queue): int(client.zcard(key(queue))) for key in each for queue in agents.QUEUES}
+    lists = {repr(key): int(client.llen(key)) for queue in agents.QUEUES for key in queues.queue_keys(queue)}
     return {key: count for key, count in (sets | lists).items() if count}
 
 
