@@ -62,8 +62,7 @@ async def examine(settings: WorkerSettings, environ: Mapping[str, str] | None = 
     """Do all checks that these settings call for, at the same time; returns their findings in a fixed order."""
     environ = os.environ if environ is None else environ
     checks: list[Callable[[], Awaitable[list[Finding]]]] = [
-        lambda: asyncio.to_thread(_redis, settings.redis_url, settings.allow_eviction),
-        lambda: _queues(settings.redis_url),
+        lambda: _redis_and_queues(settings),
         lambda: _settings(settings, environ),
         lambda: _gateway(settings) if settings.use_gateway else _model(settings),
     ]
@@ -129,6 +128,12 @@ async def _frpc() -> list[Finding]:
         "where it has none, put the binary and .frpc_version there beforehand"
     )
     return [Finding("frpc", State.WARN, message)]
+
+
+async def _redis_and_queues(settings: WorkerSettings) -> list[Finding]:
+    found = await asyncio.to_thread(_redis, settings.redis_url, settings.allow_eviction)
+    usable = all(finding.state is not State.FAIL for finding in found)
+    return [*found, *await _queues(settings.redis_url)] if usable else found
 
 
 def _redis(url: str, allow_eviction: bool) -> list[Finding]:
