@@ -23,7 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "bad_usage", "print_summary", "problems_end_it", "read_settings"]
 
-app = typer.Typer(name="rollouts", no_args_is_help=True, help="Run LLM-agent rollouts on a fleet of workers.")
+app = typer.Typer(name="rollouts", no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"rollouts {version('rollout-fleet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """Run LLM-agent rollouts on a fleet of workers."""
+
 
 RedisUrl = Annotated[
     str | None,

@@ -125,13 +125,15 @@ def drain(
     As SIGTERM does; what restarts workers, such as Kubernetes, will start another.
     """
     with problems_end_it():
-        drained = asyncio.run(_with_operator(read_settings(redis_url), lambda op: _drain(op, worker, wait)))
+        drained, living = asyncio.run(_with_operator(read_settings(redis_url), lambda op: _drain(op, worker, wait)))
     if as_json:
-        _print_json({"worker": worker, "draining": drained})
+        _print_json({"worker": drained or worker, "draining": drained is not None})
     elif drained:
-        typer.echo(f"{worker} {'has ended' if wait else 'drains'}")
+        typer.echo(f"{drained} {'has ended' if wait else 'drains'}")
     else:
-        typer.echo(f"error: no living worker named {worker} answers; see `rollouts status`", err=True)
+        typer.echo(
+            f"error: no living worker named {worker} answers; there are: {', '.join(living) or 'none'}", err=True
+        )
     raise typer.Exit(not drained)
 
 
@@ -224,12 +226,15 @@ async def _logs(operator: Operator, rollout_id: str, follow: bool, as_json: bool
         await asyncio.sleep(_LOOK)
 
 
-async def _drain(operator: Operator, worker: str, wait: bool) -> bool:
-    if not await operator.ask("drain", 1, worker=worker):
-        return False
-    while wait and worker in await operator.workers():  # noqa: ASYNC110 - Redis has no event for it
+async def _drain(operator: Operator, given: str, wait: bool) -> tuple[str | None, list[str]]:
+    """Return the worker that drains, None where none answers, and the living ones; one host's needs no ``@HOST``."""
+    living = await operator.workers()
+    named = [name for name in living if given in {name, name.partition("@")[0]}]
+    if len(named) != 1 or not await operator.ask("drain", 1, worker=named[0]):
+        return None, living
+    while wait and named[0] in await operator.workers():  # noqa: ASYNC110 - Redis has no event for it
         await asyncio.sleep(_LOOK)
-    return True
+    return named[0], living
 
 
 def _print_answers(answers: dict[str, Any], as_json: bool, good: set[str]) -> None:

@@ -27,6 +27,7 @@ from producer.settings import ProducerSettings
 from producer.source import Requests
 from producer.stalled import Stalled
 from producer.summary import Summary
+from producer.worker_report import count
 
 _IDS_AT_ONCE = 1000
 
@@ -118,7 +119,7 @@ async def run_batch_async(
                 async with Stalled(producer.connection, run.counts, _say).watching():
                     await run.to_the_end(requests, interrupts, progress)
     if options.resumption is not None and options.resumption.taken_over:
-        _say(f"{options.resumption.taken_over} rollouts that were submitted before were taken over")
+        _say(f"taken over of what was submitted before: {count(options.resumption.taken_over, 'rollout')}")
     if summary.interrupted and options.resume_hint:
         _say(f"to run the rest: {options.resume_hint}")
     return summary

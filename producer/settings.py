@@ -26,6 +26,14 @@ def _redis_url(url: str) -> str:
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
+def variables(model: type[BaseSettings], name: str) -> list[str]:
+    """Return the environment variables that a setting is read from; the first one wins."""
+    alias = model.model_fields[name].validation_alias
+    if isinstance(alias, AliasChoices):
+        return [str(choice) for choice in alias.choices if str(choice).isupper()]
+    return [f"{model.model_config['env_prefix']}{name}".upper()]
+
+
 class ProducerSettings(BaseSettings):
     """Where the fleet is, from ``ROLLOUTS_*`` variables."""
 

@@ -52,7 +52,7 @@ class Stalled:
                     await self._say(now - since)
 
     async def _say(self, seconds: float) -> None:
-        found = (await read_status(self._connection)).attention
+        found = (await read_status(self._connection)).hindrances
         for line in found[:_TOLD]:
             self._tell(f"no result for {span(seconds)}: {line}")
         if len(found) > _TOLD:

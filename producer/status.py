@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from producer import broker
@@ -135,14 +135,18 @@ class FleetStatus:
     @property
     def attention(self) -> list[str]:
         """What somebody should look at, the worst first, each with what it means or what to do."""
+        leaks = f"{count(self.leaked, 'attempt')} may have left something behind: rollouts leaks"
+        return [*self.hindrances, *([leaks] if self.leaked else [])]
+
+    @property
+    def hindrances(self) -> list[str]:
+        """What of it keeps rollouts from ending."""
         found = [] if self.workers else ["no worker is alive; start one with: rollouts worker"]
         unserved = {name: n for name, n in self.unserved.items() if self.workers or name != QUEUE}
         found += [told_unserved(name, amount) for name, amount in unserved.items()]
         found += [line for worker in self.workers for line in troubles(worker)]
         if self.lapsed:
             found.append(f"{count(self.lapsed, 'rollout')} lost the worker: it died or hangs; the sweep takes over")
-        if self.leaked:
-            found.append(f"{count(self.leaked, 'attempt')} may have left something behind: rollouts leaks")
         return found
 
     def show(self, console: Console) -> None:
@@ -204,7 +208,7 @@ class FleetStatus:
         return table
 
     def _workers(self) -> Table:
-        table = Table("worker", "state", title="\nworkers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(_worker(), "state", title="\nworkers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("running", "slots", "loop lag p99"):
             table.add_column(column, justify="right")
         table.add_column("breaker")
@@ -229,8 +233,12 @@ _COLOURS = {
 }
 
 
+def _worker() -> Column:
+    return Column("worker", overflow="fold")  # names are to be copied, so none is cut
+
+
 def _tunnels(tunnels: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table("worker", title="\ntunnels", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(_worker(), title="\ntunnels", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("gateway", overflow="fold")
     table.add_column("tunnel", overflow="fold")
     for column in ("rollouts", "generation", "restarts"):

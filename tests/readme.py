@@ -8,26 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
-from producer.settings import ProducerSettings
+from producer.settings import ProducerSettings, variables
 from workers.gateway.server import GatewaySettings
 from workers.settings import WorkerSettings
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->"
 READERS = {"Workers read": WorkerSettings, "Producers read": ProducerSettings, "The gateway reads": GatewaySettings}
-
-
-def variables(model: type[BaseSettings], name: str) -> list[str]:
-    """Return the environment variables that a setting is read from, the first wins."""
-    alias = model.model_fields[name].validation_alias
-    if isinstance(alias, AliasChoices):
-        return [str(choice) for choice in alias.choices if str(choice).isupper()]
-    return [f"{model.model_config['env_prefix']}{name}".upper()]
 
 
 def reference() -> str:

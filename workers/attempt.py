@@ -195,12 +195,17 @@ def judge(rollout: Rollout, trajectory: Trajectory) -> None:
     """Name what is wrong with what an agent has done."""
     agent_ended = rollout.agent_completed or rollout.agent_timed_out
     if agent_ended and not (trajectory.num_turns or trajectory.failed_calls or trajectory.in_flight):
-        rollout.warnings.append(
-            "the agent made no model call: it probably ignores OPENAI_BASE_URL, or ended before its first call "
-            f"(exit code {rollout.agent_exit_code}; see agent_stderr)"
-        )
+        rollout.warnings.append(f"the agent made no model call: {_why_silent(rollout)}; see agent_stderr")
     if rollout.agent_completed and rollout.agent_exit_code != 0:
         rollout.fail(_failed_agent(rollout, trajectory))
+
+
+def _why_silent(rollout: Rollout) -> str:
+    if rollout.agent_timed_out:
+        return "it hung, or worked without one, until its deadline"
+    if rollout.agent_exit_code == 0:
+        return "it probably ignores OPENAI_BASE_URL"
+    return f"it ended before its first one (exit code {rollout.agent_exit_code})"
 
 
 def _failed_agent(rollout: Rollout, trajectory: Trajectory) -> ErrorInfo:

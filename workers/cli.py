@@ -204,7 +204,7 @@ def up(
         log_dir=log_dir,
     )
     with _stack_problems_end_it(), LocalStack(options, on_progress=_tell) as stack:
-        exports = "".join(f"  export {name}={value}\n" for name, value in stack.worker_variables().items())
+        exports = "".join(f"  export {name}={value}\n" for name, value in stack.joining_variables().items())
         typer.echo(
             f"\nThe fleet is up; Ctrl-C ends it. In another terminal:\n\n"
             f"  export ROLLOUTS_REDIS_URL={stack.redis_url}\n"

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from redis.retry import Retry
 from producer.connection import FleetConnection
 from producer.errors import FleetError
 from producer.server import UNKNOWN_POLICY, explained, is_refusal, redact
+from producer.settings import ProducerSettings, variables
 from producer.status import read_status, told_unserved
 from producer.worker_report import count
 from workers.access import Access, look
@@ -179,7 +181,9 @@ def _clock(client: Redis) -> list[Finding]:
     told = int(seconds) + int(micros) / 1e6
     off = told - min(max(told, before), after)
     if abs(off) <= CLOCK_TOLERANCE:
-        return [Finding("clock", State.OK, f"this host and the Redis server agree to {CLOCK_TOLERANCE:g} s")]
+        return [
+            Finding("clock", State.OK, f"this host's and the Redis server's differ by less than {CLOCK_TOLERANCE:g} s")
+        ]
     message = (
         f"the Redis server's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this host's: leases go by "
         "the server's and hold, but times in results, logs and traces do not fit together; set both by NTP"
@@ -234,11 +238,24 @@ async def _settings(settings: WorkerSettings, environ: Mapping[str, str]) -> lis
             "ROLLOUTS_TUNNEL_PROVIDER=prime, or give the gateway an address that they can reach"
         )
         found.append(Finding("settings", State.FAIL, message))
+    found += [Finding("settings", State.WARN, said) for said in _misspelt(environ)]
     missing = [name for name in settings.secret_env if name not in environ]
     if missing:
         message = f"{', '.join(missing)}: in ROLLOUTS_SECRET_ENV, but not set; rollouts that ask for it are refused"
         found.append(Finding("secrets", State.WARN, message))
     return found
+
+
+def _misspelt(environ: Mapping[str, str]) -> Iterator[str]:
+    """Tell of variables that nobody reads: a worker would go on without what they were meant to say."""
+    from workers.gateway.server import GatewaySettings
+
+    readers = (WorkerSettings, ProducerSettings, GatewaySettings)
+    known = {variable for model in readers for name in model.model_fields for variable in variables(model, name)}
+    for name in sorted(environ):
+        if name.startswith("ROLLOUTS_") and name not in known:
+            close = get_close_matches(name, known, n=1)
+            yield f"{name} is no setting, and is not read" + (f"; did you mean {close[0]}?" if close else "")
 
 
 async def _gateway(settings: WorkerSettings) -> list[Finding]:
@@ -248,7 +265,8 @@ async def _gateway(settings: WorkerSettings) -> list[Finding]:
     status = await _status(f"{url}/v1/rollouts/{_UNKNOWN}/trajectory", headers)
     match status:
         case str():
-            state, message = State.FAIL, f"{url} does not answer: {status}; check ROLLOUTS_GATEWAY_URL"
+            unset = "" if "gateway_url" in settings.model_fields_set else ", which is not set in this shell"
+            state, message = State.FAIL, f"{url} does not answer: {status}; check ROLLOUTS_GATEWAY_URL{unset}"
         case 404:
             state, message = State.OK, f"{url} answers" + ("" if headers else ", without a control key")
         case 401 | 403:

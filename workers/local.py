@@ -149,7 +149,7 @@ class LocalStack:
             for child in list(self._children):
                 if child.ending and child.restart and restarts < RESTARTS:
                     restarts += 1
-                    self._tell(child.name, f"died with {child.ending}, starting it again")
+                    self._tell(child.name, f"ended with {child.ending}, starting it again")
                     self._children.remove(child)
                     child.restart()
             self.check()
@@ -244,6 +244,14 @@ class LocalStack:
     def worker_variables(self) -> dict[str, str]:
         """Return the variables with which another worker joins this fleet; their values are secrets."""
         return {"ROLLOUTS_REDIS_URL": self.redis_url, **self._gateway_variables()}
+
+    def joining_variables(self) -> dict[str, str]:
+        """Return those, and what another worker needs to offer the same environments as this fleet's own."""
+        path = os.environ.get("PYTHONPATH")
+        environments = self._celery_variables()["ROLLOUTS_ENVIRONMENTS"]
+        return (
+            self.worker_variables() | {"ROLLOUTS_ENVIRONMENTS": environments} | ({"PYTHONPATH": path} if path else {})
+        )
 
     def _celery_variables(self) -> dict[str, str]:
         environments = {ENVIRONMENT_NAME: ENVIRONMENT_TARGET, **self.options.environments}

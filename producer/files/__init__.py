@@ -34,6 +34,6 @@ Resume
     run had submitted runs on: ``--resume`` writes what ended meanwhile, waits for what still runs, and submits only
     the others.
 Exit status
-    0 when all completed, 1 when some did not or the run broke off, 2 for bad usage or no Redis. ``--json`` prints the
-    summary as one JSON object.
+    0 when all completed, 1 when some did not or the run broke off, 2 for bad usage or no Redis, 130 after a Ctrl-C.
+    ``--json`` prints the summary as one JSON object.
 """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from array import array
+from importlib.metadata import version
 
 import pytest
 import redis
@@ -327,7 +328,7 @@ def test_a_killed_run_that_is_resumed_misses_nothing_and_runs_nothing_twice(proc
 
     worker.behaviour = run_again
     ended = rollouts("--resume")
-    assert "4 rollouts that were submitted before were taken over" in ended.stderr
+    assert "taken over of what was submitted before: 4 rollouts" in ended.stderr
     assert ended.stdout.splitlines()[-1] == "5 rollouts: 4 completed, 1 failed"
     assert sorted(r["example_id"] for r in files.results()) == [1, 2, 3, 4, 5, 6]
     rewards = {r["example_id"]: r["reward"] for r in files.results()}
@@ -533,3 +534,8 @@ def test_a_terminal_gets_a_progress_bar(files, worker, redis_url):
     os.close(parent)
     assert "3/3 done" in shown
     assert stdout.decode().splitlines()[-1] == "3 rollouts: 3 completed, 0 failed"
+
+
+def test_the_version_is_told() -> None:
+    ended = CliRunner().invoke(app, ["--version"])
+    assert (ended.exit_code, ended.stdout) == (0, f"rollouts {version('rollout-fleet')}\n")

@@ -212,9 +212,12 @@ def test_logs_tell_the_record_where_no_worker_is_left(fleet: Fleet) -> None:
 
 def test_a_worker_that_is_not_there_cannot_drain(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producer.operating.PATIENCE", 0.1)
-    ended = fleet.run("drain", "nobody@a")
-
-    assert (ended.exit_code, "nobody@a" in ended.output) == (1, True)
+    fleet.report("w1@a")
+    fleet.report("w1@b")
+    for name in ("nobody@a", "w1", "w1@a"):  # unknown; one of two; silent
+        ended = fleet.run("drain", name)
+        assert ended.exit_code == 1
+        assert f"no living worker named {name} answers; there are: w1@a, w1@b" in ended.output
 
 
 # -- the live view -----------------------------------------------------------------------------------------------------

@@ -228,6 +228,14 @@ def test_environments_and_secrets_that_are_not_there() -> None:
     )
 
 
+def test_a_setting_whose_name_is_misspelt() -> None:
+    environ = {"ROLLOUTS_QUEUE": "gpu", "ROLLOUTS_QUEUES": "gpu", "ROLLOUTS_GATEWAY_UPSTREAM": "http://m", "PATH": "/"}
+    found = asyncio.run(examine(WorkerSettings(), environ=environ))
+    (told,) = [finding for finding in found if "is no setting" in finding.message]
+    assert told.state is State.WARN
+    assert told.message == "ROLLOUTS_QUEUE is no setting, and is not read; did you mean ROLLOUTS_QUEUES?"
+
+
 def test_the_command_ends_with_1_and_says_what_to_do(account: PrimeEmulator) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
     ended = command("doctor", ROLLOUTS_REDIS_URL=url, ROLLOUTS_SANDBOX_PROVIDER="prime", PRIME_API_KEY="wrong")
