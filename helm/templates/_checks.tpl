@@ -1,12 +1,29 @@
 {{/* Refuses values that cannot work together, each with what to do. The schema refuses what is wrong by itself. */}}
 {{- define "rollouts.checks" -}}
+{{- include "rollouts.checkNames" . -}}
 {{- include "rollouts.checkRedis" . -}}
 {{- include "rollouts.checkGateway" . -}}
 {{- include "rollouts.checkProviders" . -}}
 {{- include "rollouts.checkPools" . -}}
 {{- include "rollouts.checkDoors" . -}}
+{{- include "rollouts.checkVariables" . -}}
 {{- if and .Values.flower.enabled (not .Values.flower.existingSecret) -}}
 {{- fail "flower.existingSecret is empty: Flower shows and stops tasks, so it wants a password. Make a Secret with USER:PASSWORD under the key basic-auth and name it there" -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rollouts.checkNames" -}}
+{{- $name := include "rollouts.fullname" . -}}
+{{- $services := or (eq .Values.gateway.mode "bundled") (eq .Values.redis.mode "bundled") .Values.flower.enabled .Values.envServers -}}
+{{- if and $services (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name)) -}}
+{{- fail (printf "%s can be no Service's name, which begins with a letter and has no dot: choose another name for the release, or set fullnameOverride" $name) -}}
+{{- end -}}
+{{- range $kind := list "pools" "envServers" -}}
+{{- range $name, $_ := (get $.Values $kind | default dict) -}}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9]{0,18}[a-z0-9])?$" $name) -}}
+{{- fail (printf "%s.%s: its name becomes a part of names in Kubernetes, so it has lower-case letters, digits and dashes inside, 20 at most" $kind $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -19,14 +36,21 @@
 {{- if and $redis.external.url $redis.external.existingSecret -}}
 {{- fail "redis.external.url and redis.external.existingSecret are both set: keep one of them" -}}
 {{- end -}}
-{{- if contains "@" $redis.external.url -}}
+{{- if regexMatch "@|[?&](username|password)=" ($redis.external.url | default "") -}}
 {{- fail "redis.external.url holds a password, which everybody who may read the Deployment could see: put the URL into a Secret and name it in redis.external.existingSecret" -}}
 {{- end -}}
+{{- else if or $redis.external.url $redis.external.existingSecret -}}
+{{- fail "redis.mode is bundled, and redis.external names another Redis: set redis.mode=external to use that one, or leave redis.external out" -}}
 {{- end -}}
 {{- end }}
 
 {{- define "rollouts.checkGateway" -}}
 {{- $gateway := .Values.gateway -}}
+{{- range $name := list "url" "upstream" -}}
+{{- if regexMatch "//[^/,]*@" (get $gateway $name | default "") -}}
+{{- fail (printf "gateway.%s holds a password, which everybody who may read the pods could see: put it into a Secret, and name that in gateway.%s" $name (ternary "controlSecret" "upstreamSecret" (eq $name "url"))) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $gateway.mode "external") (not $gateway.url) -}}
 {{- fail "gateway.mode is external, and gateway.url is empty: set it to the gateway's URL, or gateway.mode=bundled" -}}
 {{- end -}}
@@ -66,6 +90,27 @@
 {{- end -}}
 {{- end }}
 
+{{/* Kubernetes would silently take the last of two variables of one name. */}}
+{{- define "rollouts.checkVariables" -}}
+{{- range $name, $pool := (include "rollouts.pools" . | fromJson) -}}
+{{- include "rollouts.checkTwice" (dict "env" (include "rollouts.workerEnv" (dict "root" $ "pool" $pool)) "whose" (printf "pool %s has" $name) "where" "env and agentSecrets.names") -}}
+{{- end -}}
+{{- if eq .Values.gateway.mode "bundled" -}}
+{{- include "rollouts.checkTwice" (dict "env" (include "rollouts.gatewayEnv" .) "whose" "the gateway has" "where" "gateway.env") -}}
+{{- end -}}
+{{- end }}
+
+{{/* Arguments: env, whose, where. */}}
+{{- define "rollouts.checkTwice" -}}
+{{- $seen := dict -}}
+{{- range (.env | fromYamlArray) -}}
+{{- if hasKey $seen .name -}}
+{{- fail (printf "%s the variable %s twice: keep it once in %s, and leave it out there if the chart makes it from other values" $.whose .name $.where) -}}
+{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- end }}
+
 {{- define "rollouts.checkPools" -}}
 {{- $offers := dict -}}
 {{- $keda := false -}}
@@ -84,6 +129,11 @@
 {{- end -}}
 {{- if and (hasKey $pool.podDisruptionBudget "minAvailable") (hasKey $pool.podDisruptionBudget "maxUnavailable") -}}
 {{- fail (printf "podDisruptionBudget of pool %s has both minAvailable and maxUnavailable, and Kubernetes takes one of them: set the other to null" $name) -}}
+{{- end -}}
+{{- range $environment, $_ := $pool.environments -}}
+{{- if not (regexMatch "^[^=,\\s]+$" $environment) -}}
+{{- fail (printf "environment %q of pool %s: its name has no space, comma or equals sign" $environment $name) -}}
+{{- end -}}
 {{- end -}}
 {{- range $queue := $pool.queues -}}
 {{- $first := get $offers $queue | default dict -}}

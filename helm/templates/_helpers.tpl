@@ -47,7 +47,7 @@ enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 securityContext:
@@ -68,9 +68,9 @@ capabilities:
 
 {{/* One variable from a Secret. Arguments: name, secret, key. */}}
 {{- define "rollouts.secretVariable" -}}
-- name: {{ .name }}
+- name: {{ .name | quote }}
   valueFrom:
-    secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .secret | quote }}, key: {{ .key | quote }}}
 {{- end }}
 
 {{- define "rollouts.sharedSecret" -}}
@@ -127,7 +127,9 @@ capabilities:
 {{- define "rollouts.pools" -}}
 {{- $pools := dict -}}
 {{- range $name, $own := (.Values.pools | default (dict "default" dict)) -}}
-{{- $_ := set $pools $name (include "rollouts.overlay" (list $.Values.worker $own) | fromJson) -}}
+{{- $pool := include "rollouts.overlay" (list $.Values.worker $own) | fromJson -}}
+{{- if not $pool.podDisruptionBudget }}{{ $_ := set $pool "podDisruptionBudget" dict }}{{ end -}}
+{{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- toJson $pools -}}
 {{- end }}

@@ -40,6 +40,10 @@ class Helm:
         assert done.returncode != 0, "these values were taken"
         return done.stderr
 
+    def complaint(self, values: str, over: dict[str, Any]) -> str:
+        """Return what is wrong with values; nothing if they are taken."""
+        return self._template(values, over, "fleet", "research").stderr
+
     def notes(self, values: str, over: dict[str, Any] | None = None, *, release: str = "fleet") -> str:
         command = ["install", release, str(CHART), "--values", str(CI[values]), "--values", "-", "--dry-run=client"]
         done = self._run(*command, stdin=json.dumps(over or {}))

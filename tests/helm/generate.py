@@ -3,7 +3,7 @@
     PYTHONPATH=tests python tests/helm/generate.py
 
 The tables in helm/README.md come from the comments in values.yaml and from `workers.settings.WorkerSettings`, whose
-names are also those that values.schema.json allows under ``settings``.
+names and types are also those that values.schema.json allows under ``settings``.
 """
 
 from __future__ import annotations
@@ -85,10 +85,23 @@ def readme(text: str) -> str:
 
 
 def schema(text: str) -> str:
-    """Return the schema with the names of today's settings."""
+    """Return the schema with the names and types of today's settings."""
     found = json.loads(text)
-    found["definitions"]["settingName"]["enum"] = setting_names()
+    read = WorkerSettings.model_json_schema()
+    found["properties"]["settings"]["properties"] = {
+        name: _setting_type(read["properties"][name], read["$defs"]) for name in setting_names()
+    }
     return json.dumps(found, indent=2) + "\n"
+
+
+def _setting_type(field: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return what a value may be, of what a variable is read as."""
+    if "$ref" in field:
+        field = definitions[field["$ref"].rpartition("/")[2]]
+    first = next(iter(field.get("anyOf", [field])))  # the other one is null, which is left out
+    if first["type"] == "array":
+        return {"type": "string"}  # by commas
+    return {key: first[key] for key in ("type", "enum", "minimum", "exclusiveMinimum", "maximum") if key in first}
 
 
 def _cell(text: str) -> str:

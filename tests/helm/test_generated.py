@@ -35,12 +35,20 @@ def test_the_schema_has_a_default_for_each_value_that_it_knows() -> None:
 
 
 def _without_default(schema: dict, values: object, definitions: dict, path: str = "") -> list[str]:
+    (schema,) = schema.get("allOf", [schema])
     schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if not isinstance(values, dict) or schema.get("additionalProperties") is not False:
         return []
-    free = {"definitions", "global", *("requests", "limits", "claims", "minAvailable", "maxUnavailable")}
-    missing = [f"{path}.{name}" for name in schema["properties"] if name not in values and name not in free]
-    for name, inner in schema["properties"].items():
+    free = {
+        "definitions",
+        "global",
+        *("requests", "limits", "claims", "minAvailable", "maxUnavailable"),
+        *("nodeAffinity", "podAffinity", "podAntiAffinity"),
+    }
+    missing = [f"{path}.{name}" for name in schema.get("properties", {}) if name not in values and name not in free]
+    for name, inner in schema.get("properties", {}).items():
+        if name == "settings":  # their defaults are the worker's
+            continue
         missing += _without_default(inner, values.get(name), definitions, f"{path}.{name}")
     return missing
 

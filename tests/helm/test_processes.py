@@ -114,7 +114,7 @@ def cluster(helm4: Helm, tmp_path: Path) -> Iterator[Cluster]:
     over = {
         "gateway": {"port": ports["gateway"], "upstream": f"http://127.0.0.1:{ports['model']}/v1"},
         "admin": {"port": ports["admin"]},
-        "worker": {"drainTimeout": 20, "handoverTimeout": 60, "queues": ["rollouts", "short"]},
+        "worker": {"drainTimeout": 20, "handoverTimeout": 90, "queues": ["rollouts", "short"]},
         "settings": {"lease_ttl": 10},
     }
     with ExitStack() as stack:

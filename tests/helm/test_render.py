@@ -56,6 +56,34 @@ def test_a_field_that_no_operator_knows_is_noticed(helm4: Helm) -> None:
         _accepted_by_operator(scaled)
 
 
+def test_what_looks_like_a_number_or_a_truth_stays_text_everywhere(helm: Helm) -> None:
+    over = {
+        "image": {"pullSecrets": ["1"]},
+        "redis": {"external": {"existingSecret": "2", "urlKey": "1e3", "passwordKey": "3", "usernameKey": "no"}},
+        "gateway": {"persistence": {"storageClass": "4"}, "controlSecret": {"name": "5", "key": "6"}},
+        "prime": {"existingSecret": "7", "apiKeyKey": "true", "teamId": "8"},
+        "worker": {
+            "agentSecrets": {"existingSecret": "9", "names": ["yes", "_1"]},
+            "priorityClassName": "10",
+            "runtimeClassName": "off",
+            "nodeSelector": {"a": "1"},
+            "drainTimeout": 1_000_000,
+            "terminationGracePeriodSeconds": 2_000_000,
+        },
+        "networkPolicy": {"kedaNamespace": "11"},
+        "flower": {"existingSecret": "12", "basicAuthKey": "13"},
+        "admin": {"existingSecret": "14", "tokenKey": "15"},
+        "pools": {"1": {}, "1e3": {"queues": ["2"]}},
+        "envServers": {"3": {"config": "4", "queue": "2"}},
+    }
+    bundled = {"redis": {"bundled": {"password": "123", "persistence": {"storageClass": "5"}}}}
+
+    for resource in [*helm.render("production", over), *helm.render("trial", bundled)]:
+        _accepted(json.dumps(resource))
+        for value in resource.get("stringData", {}).values():
+            assert isinstance(value, str)
+
+
 def test_every_kind_of_installation_is_in_ci() -> None:
     assert set(CI) == {"trial", "production", "prime", "pools", "fixed"}
 

@@ -12,6 +12,7 @@ from helm.chart import CHART, CI, Helm, Resource, container, of_kind, pod, varia
 from producer import broker
 from producer.queues import QUEUE_PATTERN, delayed_key, pending_key, running_key
 from workers.gateway.server import GatewaySettings
+from workers.pool import AsyncioPool
 from workers.settings import WorkerSettings
 
 #: Kubernetes's longest name of a pod's controller that leaves its labels valid.
@@ -104,6 +105,28 @@ def test_a_workers_grace_is_its_drain_and_hand_over(rendered: dict[str, list[Res
     for worker in workers.values():
         drain = float(variables(worker, {})["ROLLOUTS_DRAIN_TIMEOUT"])
         assert pod(worker)["terminationGracePeriodSeconds"] >= drain + 90
+
+
+def test_the_least_time_for_handing_over_is_what_a_worker_takes_at_most() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    least = schema["definitions"]["pool"]["properties"]["handoverTimeout"]["minimum"]
+
+    assert least >= AsyncioPool.shutdown_grace + AsyncioPool.lifespan_grace
+
+
+def test_the_gateway_logs_as_workers_do(helm4: Helm) -> None:
+    resources = helm4.render("trial", {"settings": {"log_format": "human"}})
+
+    parts = ("fleet-gateway", "fleet-worker-default", "fleet-beat")
+    found = {name: variables(workloads(resources)[name], of_kind(resources, "Secret")) for name in parts}
+    assert {name: of["ROLLOUTS_LOG_FORMAT"] for name, of in found.items()} == dict.fromkeys(parts, "human")
+
+
+def test_a_budget_that_null_takes_away_is_none(helm4: Helm) -> None:
+    resources = helm4.render("fixed", {"worker": {"podDisruptionBudget": None}})
+
+    assert "fleet-worker-default" not in of_kind(resources, "PodDisruptionBudget")
 
 
 def test_a_pools_own_values_win_even_when_they_are_false_or_empty(rendered: dict[str, list[Resource]]) -> None:
