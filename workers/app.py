@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from workers import results, transport
 from workers.fleet import Fleet
 from workers.settings import WorkerSettings
 from workers.tasks import register_tasks
-from workers.telemetry import configure_logging
+from workers.telemetry import configure_logging, say
 
 
 def create_app(settings: WorkerSettings | None = None, environ: Mapping[str, str] | None = None) -> Celery:
@@ -99,5 +100,7 @@ def _use_own_logging(settings: WorkerSettings) -> None:
 
     def configure(loglevel: int | str | None = None, **_: Any) -> None:
         configure_logging(loglevel or "INFO", settings.log_format, recent=settings.recent_lines)
+        if celery_worker := sys.modules.get("celery.apps.worker"):  # not in beat
+            vars(celery_worker)["safe_say"] = say
 
     signals.setup_logging.connect(configure, weak=False, dispatch_uid="rollouts")

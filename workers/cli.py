@@ -56,9 +56,11 @@ def worker(
     from workers.app import create_app
     from workers.registry import check
     from workers.settings import WorkerSettings
+    from workers.telemetry import configure_logging
     from workers.threads import leave_within
 
     settings = _configured(WorkerSettings)
+    configure_logging(loglevel, settings.log_format)  # Celery warns before it sets up its own
     _configured(lambda: check(settings))
     _configured(lambda: _require_admin_token(settings))
     celery_app = _configured(lambda: create_app(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -151,6 +152,7 @@ def test_the_rendered_commands_run_a_fleet(cluster: Cluster) -> None:
     _metrics_want_the_rendered_token(cluster, worker)
     _the_command_finds_the_worker(worker)
     _all_end_in_time(cluster, parts)
+    _every_line_is_json(cluster, parts)
 
 
 def test_the_rendered_door_opens_and_ends_in_time(helm4: Helm, tmp_path: Path) -> None:
@@ -198,3 +200,13 @@ def _all_end_in_time(cluster: Cluster, parts: tuple[str, ...]) -> None:
         # uvicorn ends the gateway by the same signal, after its orderly shutdown.
         expected = -signal.SIGTERM if name == "fleet-gateway" else 0
         assert cluster.processes[name].wait(60) == expected, cluster.log(name)
+
+
+def _every_line_is_json(cluster: Cluster, parts: tuple[str, ...]) -> None:
+    for name in parts:
+        for line in cluster.log(name).splitlines():
+            said = json.loads(line)
+            assert {"time", "level", "logger", "message"} <= said.keys(), line
+            if "rollout_id" in said:
+                assert {"attempt", "worker", "stage"} <= said.keys(), line
+    assert "Warm shutdown" in cluster.log("fleet-worker-default"), "what Celery says in a signal's handler is one too"

@@ -76,9 +76,9 @@ def test_lines_are_for_people_in_a_terminal_and_as_it_is_set(configured: Configu
         (LogFormat.HUMAN, io.StringIO(), True),
     ]:
         configured(stream, form=form)
-        logging.getLogger("x").info("hello", extra={"rollout_id": "r1", "attempt": 1})
+        logging.getLogger("x").info("hello", extra={"rollout_id": "r1", "attempt": 1, "stage": "agent"})
         assert stream.getvalue().startswith("{") is not human
-        assert ("[rollout_id=r1 attempt=1]" in stream.getvalue()) is human
+        assert ("[rollout_id=r1 attempt=1 stage=agent]" in stream.getvalue()) is human
 
 
 def test_what_hooks_and_libraries_log_carries_the_attempt_and_no_secret(configured: Configured) -> None:
