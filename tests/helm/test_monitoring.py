@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helm.binaries import promtool
-from helm.chart import CHART, Helm, Resource, of_kind
+from helm.chart import CHART, Helm, Resource, container, of_kind, workloads
 
 UNIT_TESTS = Path(__file__).with_name("alerts_test.yaml")
 METRIC = re.compile(r"\brollouts_[a-z_]+")
@@ -67,7 +67,7 @@ def test_every_alert_says_what_to_do(rules: Path) -> None:
 def test_dashboards_are_what_grafana_reads(rendered: list[Resource]) -> None:
     boards = of_kind(rendered, "ConfigMap")["fleet-dashboards"]["data"]
 
-    assert set(boards) == {"fleet-fleet.json", "fleet-systems.json"}
+    assert set(boards) == {"fleet-fleet.json", "fleet-systems.json", "fleet-gateway.json"}
     for text in boards.values():
         board = json.loads(text)
         assert len(board["uid"]) <= 40
@@ -91,12 +91,29 @@ def test_the_questions_of_the_dashboards_are_promql(rendered: list[Resource], tm
 
 
 def test_the_scrape_sets_what_rules_and_dashboards_select_by(rendered: list[Resource]) -> None:
-    (endpoint,) = of_kind(rendered, "PodMonitor")["fleet"]["spec"]["podMetricsEndpoints"]
+    monitors = of_kind(rendered, "PodMonitor")
+    ends = {name: monitor["spec"]["podMetricsEndpoints"] for name, monitor in monitors.items()}
 
-    assert {"targetLabel": "fleet", "replacement": "fleet"} in endpoint["relabelings"]
-    assert endpoint["authorization"]["credentials"] == {"name": "admin", "key": "admin-token"}
+    assert set(ends) == {"fleet-worker", "fleet-gateway"}
+    for name, (endpoint,) in ends.items():
+        assert {"targetLabel": "fleet", "replacement": "fleet"} in endpoint["relabelings"]
+        selected = monitors[name]["spec"]["selector"]["matchLabels"].items()
+        (pods,) = [w for w in workloads(rendered).values() if selected <= _labels(w).items()]
+        assert endpoint["port"] in [port["name"] for port in container(pods)["ports"]]
+        policies = [p["spec"] for p in of_kind(rendered, "NetworkPolicy").values()]
+        (policy,) = [p for p in policies if p["podSelector"]["matchLabels"].items() <= _labels(pods).items()]
+        sources = [
+            f for rule in policy["ingress"] if rule["ports"][0]["port"] == endpoint["port"] for f in rule["from"]
+        ]
+        assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in sources
+    assert ends["fleet-worker"][0]["authorization"]["credentials"] == {"name": "admin", "key": "admin-token"}
     expressions = str(of_kind(rendered, "PrometheusRule")["fleet"]["spec"])
     assert expressions.count('namespace="research", fleet="fleet"') == len(METRIC.findall(_only_expressions(rendered)))
+
+
+def _labels(resource: Resource) -> dict[str, str]:
+    labels: dict[str, str] = resource["spec"]["template"]["metadata"]["labels"]
+    return labels
 
 
 def _only_expressions(rendered: list[Resource]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from helm.binaries import promtool
-from helm.chart import Helm, Resource, container, of_kind, variables, workloads
+from helm.chart import CHART, Helm, Resource, container, of_kind, variables, workloads
 from support import free_port, wait_until
 
 from producer import SyncProducer
@@ -183,9 +184,21 @@ def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -
     assert metrics.status_code == 200
     assert f'rollouts_finished_total{{error="",outcome="completed"}} {ROLLOUTS}.0' in metrics.text
     assert all(f'rollouts_serves{{queue="{queue}"}} 1.0' in metrics.text for queue in ("rollouts", "short"))
-    command = [promtool(), "check", "metrics"]
-    checked = subprocess.run(command, input=metrics.content, capture_output=True, check=False)
-    assert checked.returncode == 0, checked.stderr.decode()
+    gateway = httpx.get(f"http://127.0.0.1:{cluster.ports['gateway']}/metrics")
+    for answer in (metrics, gateway):
+        command = [promtool(), "check", "metrics"]
+        checked = subprocess.run(command, input=answer.content, capture_output=True, check=False)
+        assert checked.returncode == 0, checked.stderr.decode()
+    _what_is_asked_for_is_told(metrics.text + gateway.text)
+
+
+def _what_is_asked_for_is_told(told: str) -> None:
+    asked = "".join(path.read_text() for path in [CHART / "files/alerts.yaml", *CHART.glob("files/dashboards/*.json")])
+    names = set(re.findall(r"\b(rollouts_[a-z_]+)\{", asked))
+    missing = {name for name in names if f"{name}{{" not in told and f"{name} " not in told}
+    # There is no tunnel here; `# TYPE` is there for the others before anything has happened.
+    kept = {name for name in missing if f" {name.removesuffix('_total')}" in told or f" {name} " in told}
+    assert {name for name in missing - kept if not name.startswith("rollouts_tunnel_")} == set()
 
 
 def _the_command_finds_the_worker(worker: dict[str, str]) -> None:

@@ -78,10 +78,18 @@ class Metrics:
         size = state.journal.size if state.journal else 0
         yield GaugeMetricFamily("rollouts_gateway_journal_bytes", "Size of the journal's files.", size)
         for name, text, of in (
-            ("up", "1 unless a model server is left alone because it fails.", lambda server: not server.ejected),
-            ("in_flight", "Model calls that run at a model server.", lambda server: server.in_flight),
+            (
+                "rollouts_gateway_upstream_up",
+                "1 unless a model server is left alone because it fails.",
+                lambda server: not server.ejected,
+            ),
+            (
+                "rollouts_gateway_upstream_in_flight",
+                "Model calls that run at a model server.",
+                lambda server: server.in_flight,
+            ),
         ):
-            gauge = GaugeMetricFamily(f"rollouts_gateway_upstream_{name}", text, labels=["upstream"])
+            gauge = GaugeMetricFamily(name, text, labels=["upstream"])
             for server in state.upstreams.servers:
                 gauge.add_metric([server.name], of(server))
             yield gauge
