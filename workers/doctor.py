@@ -154,10 +154,20 @@ def _redis(url: str, allow_eviction: bool) -> list[Finding]:
     if access.refusal_problem:
         found.append(Finding("redis", State.FAIL, access.refusal_problem))
     found.append(_eviction(access, allow_eviction))
-    if persistence and not int(persistence.get("aof_enabled", 0)):
+    return found + _persistence(persistence)
+
+
+def _persistence(told: Mapping[str, Any]) -> list[Finding]:
+    """Look at whether the server survives a restart; nothing where its user may not ask."""
+    if not told:
+        return []
+    if not int(told.get("aof_enabled", 0)):
         message = "appendonly is off: a restart of the server forgets rollouts; set appendonly yes"
-        found.append(Finding("redis", State.WARN, message))
-    return found
+        return [Finding("redis", State.WARN, message)]
+    if told.get("aof_last_write_status", "ok") != "ok":
+        message = "appendonly is on, and the last write to its file failed: look at the server's disk"
+        return [Finding("redis", State.FAIL, message)]
+    return [Finding("redis", State.OK, "appendonly is on: a restart of the server keeps rollouts")]
 
 
 def _version(shown: str, server: Mapping[str, Any]) -> Finding:

@@ -90,6 +90,25 @@ def test_all_is_well(own_redis: RedisServer, gateway: InterceptingGateway, accou
     assert account.leaked() == {"sandboxes": [], "tunnels": [], "processes": []}
 
 
+@pytest.mark.parametrize(
+    ("told", "state", "words"),
+    [
+        ({"aof_enabled": 1, "aof_last_write_status": "ok"}, State.OK, "keeps rollouts"),
+        ({"aof_enabled": 0}, State.WARN, "set appendonly yes"),
+        ({"aof_enabled": 1, "aof_last_write_status": "err"}, State.FAIL, "look at the server's disk"),
+    ],
+)
+def test_a_server_that_keeps_what_it_has_or_does_not(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], state: State, words: str
+) -> None:
+    info = doctor._info
+    monkeypatch.setattr(doctor, "_info", lambda client, of: told if of == "persistence" else info(client, of))
+
+    found = asyncio.run(examine(WorkerSettings(redis_url=own_redis.url), {}))
+
+    assert [finding.state for finding in found if words in finding.message] == [state]
+
+
 def test_rollouts_in_a_queue_that_nobody_serves(own_redis: RedisServer) -> None:
     own_redis.client.sadd(queues.QUEUES, "gpu")
     own_redis.client.zadd(queues.pending_key("gpu"), {"r1": 1, "r2": 2})
