@@ -75,6 +75,9 @@
 {{- if and (has "prime" (list .Values.sandboxes.provider .Values.tunnels.provider)) (not .Values.prime.existingSecret) -}}
 {{- fail "prime.existingSecret is empty: make a Secret with the platform's API key under the key api-key and name it there, or use other sandboxes.provider and tunnels.provider" -}}
 {{- end -}}
+{{- if and (eq .Values.sandboxes.provider "prime") (eq .Values.tunnels.provider "direct") (ne .Values.gateway.mode "external") -}}
+{{- fail (printf "tunnels.provider is direct, and the platform's sandboxes cannot reach into this cluster (gateway.mode=%s): set tunnels.provider=prime, or gateway.mode=external with a gateway.url that they can reach" .Values.gateway.mode) -}}
+{{- end -}}
 {{- end }}
 
 {{- define "rollouts.checkDoors" -}}

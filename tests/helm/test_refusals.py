@@ -72,6 +72,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prime": {"existingSecret": ""}},
         "a Secret with the platform's API key",
     ),
+    "sandboxes that could not reach the gateway": (
+        "fixed",
+        {"tunnels": {"provider": "direct"}},
+        "set tunnels.provider=prime, or gateway.mode=external",
+    ),
     "Flower without a password": ("fixed", {"flower": {"enabled": True}}, "so it wants a password"),
     "agents' secrets without a Secret": (
         "fixed",
