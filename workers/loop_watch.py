@@ -39,6 +39,7 @@ class Culprit:
     rollout_id: str = ""
     attempt: int = 0
     where: str = "(unknown)"
+    worker: str = ""
 
     def __str__(self) -> str:
         rollout = f" of rollout {self.rollout_id}" if self.rollout_id else ""
@@ -125,7 +126,7 @@ class LoopWatch:
         rollout = next((rollout for _, rollout in calls if rollout), None)
         if rollout is None:
             return Culprit(hook, where=where)
-        return Culprit(hook, rollout.request.rollout_id, rollout.attempt, where)
+        return Culprit(hook, rollout.request.rollout_id, rollout.attempt, where, rollout.worker)
 
     def report(self) -> dict[str, Any]:
         """Return ``{count, seconds, last}`` of all that has blocked the loop so far.
@@ -158,8 +159,10 @@ def _read(frame: FrameType) -> tuple[str, Rollout | None]:
 
 
 def _about(culprit: Culprit) -> dict[str, Any]:
-    rollout = {"rollout_id": culprit.rollout_id, "attempt": culprit.attempt} if culprit.rollout_id else {}
-    return {"stage": "loop_blocked", **rollout}
+    if not culprit.rollout_id:
+        return {"stage": "loop_blocked"}
+    rollout = {"rollout_id": culprit.rollout_id, "attempt": culprit.attempt, "worker": culprit.worker}
+    return {**rollout, "stage": "loop_blocked"}
 
 
 #: The functions whose frames are read, with locals of these names: ``environment`` and ``name``, ``rollout``.

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from celery import Celery, states
@@ -75,7 +76,7 @@ def sweep(store: JobStore, app: Celery, *, trusted: bool = True) -> dict[str, in
 def _requeue_or_end(store: JobStore, app: Celery, lapsed: Lapsed) -> str:
     how = HandBack.over(f"worker {lapsed.worker or '?'} stopped renewing its lease", counts=True)
     what, why = store.requeue_lapsed(lapsed, how), how.error.message
-    about = {"rollout_id": lapsed.rollout_id, "attempt": lapsed.attempt, "stage": "sweep"}
+    about = _about(lapsed)
     if what is Requeue.REQUEUED:
         logger.warning("%s: %s, requeued", lapsed.rollout_id, why, extra=about)
     elif what in {Requeue.EXHAUSTED, Requeue.CANCELLED}:
@@ -105,7 +106,11 @@ def _end_unreadable(store: JobStore, app: Celery, lapsed: Lapsed) -> None:
             lapsed.rollout_id, lapsed.attempt, lapsed.batch_id, condition, encoded, error=error.kind.value, lapsed=True
         )
     except (ValueError, TypeError, redis.ResponseError):
-        logger.exception("sweep: %s cannot be ended either", lapsed.rollout_id)
+        logger.exception("sweep: %s cannot be ended either", lapsed.rollout_id, extra=_about(lapsed))
+
+
+def _about(lapsed: Lapsed) -> dict[str, Any]:
+    return {"rollout_id": lapsed.rollout_id, "attempt": lapsed.attempt, "worker": lapsed.worker, "stage": "sweep"}
 
 
 def _last_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import io
@@ -10,11 +11,13 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from producer.contract import Phase, RolloutRequest
+from workers import telemetry
 from workers.state import Rollout
 from workers.telemetry import LogFormat, about_attempt, configure_logging, recent_lines
 
@@ -96,6 +99,18 @@ def test_what_hooks_and_libraries_log_carries_the_attempt_and_no_secret(configur
     for line in (library, hook):
         assert (line["rollout_id"], line["attempt"], line["worker"], line["stage"]) == ("r1", 2, "w1@h", "setup")
     assert "rollout_id" not in nobody
+
+
+def test_what_a_worker_says_of_a_rollout_has_all_of_its_fields() -> None:
+    """Lines of a rollout outside of its coroutine: nobody fills in what they lack."""
+    for path in Path(telemetry.__file__).parent.rglob("*.py"):
+        if "gateway" in path.parts:  # it knows of no worker
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+                if keys >= {"rollout_id", "stage"}:
+                    assert keys >= {"attempt", "worker"}, f"{path.name}:{node.lineno}"
 
 
 def test_fields_that_a_line_has_stay_and_those_of_another_rollout_are_left_alone(configured: Configured) -> None:
