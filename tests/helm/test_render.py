@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -86,6 +87,17 @@ def test_what_looks_like_a_number_or_a_truth_stays_text_everywhere(helm: Helm) -
 
 def test_every_kind_of_installation_is_in_ci() -> None:
     assert set(CI) == {"trial", "production", "prime", "pools", "fixed"}
+
+
+def test_the_notes_tell_what_will_not_go_as_it_is(helm4: Helm) -> None:
+    one = {"podDisruptionBudget": {"minAvailable": 1}}
+    over = {"pools": {"a": one, "b": one | {"replicas": 2}, "c": {"podDisruptionBudget": {"maxUnavailable": 0}}}}
+    over["worker"] = {"replicas": 1}
+
+    assert re.findall(r"PodDisruptionBudget of pool (\w+) lets none", helm4.notes("fixed", over)) == ["a", "c"]
+    assert "can be drained" not in helm4.notes("production")
+    assert "settings.verifiers is empty" in helm4.notes("production", {"settings": {"verifiers": ""}})
+    assert "settings.verifiers is empty" not in helm4.notes("production")
 
 
 def test_the_notes_name_commands_of_this_release(helm4: Helm) -> None:
