@@ -113,6 +113,9 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN)
+    for task in tasks:  # whose error nobody will ask for; asyncio would complain of that
+        if not task.cancelled():
+            task.exception()
 
 
 class FleetConnection:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,23 @@ MAY_IMPORT_PROVIDERS = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a module, once, and without collections meanwhile.
+
+    CPython 3.11 raises `SystemError` when one runs a finalizer inside of `ast.parse` (its issue 106905).
+    """
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
+
+
 def imports(path: Path) -> set[str]:
     """Return the dotted names of everything that a module imports, at its top or inside functions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -79,15 +94,13 @@ def test_only_the_composition_sees_providers() -> None:
 def test_a_module_stays_readable(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) < MAX_LINES
-    assert ast.get_docstring(ast.parse(text)), "a module says what it is for"
+    assert ast.get_docstring(parsed(path)), "a module says what it is for"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_function_is_read_on_one_screen(path: Path) -> None:
     """Its body is counted; the options of a command stand in its signature."""
-    functions = [
-        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     lines = {function.name: (function.end_lineno or 0) - function.body[0].lineno + 1 for function in functions}
     assert {name: count for name, count in lines.items() if count > MAX_BODY} == {}
 

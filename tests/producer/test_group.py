@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -29,7 +30,7 @@ from producer import (
     broker,
     inflight,
 )
-from producer.connection import FleetConnection
+from producer.connection import FleetConnection, end
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7, "policy_version": 3})
 BROKEN = ErrorInfo(kind=ErrorKind.SANDBOX, message="it broke")
@@ -519,3 +520,17 @@ async def wait_for(there: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not there():
             await asyncio.sleep(0.005)
+
+
+def test_of_what_was_ended_no_error_is_left_that_nobody_asked_for(caplog):
+    async def main() -> None:
+        async def fail() -> None:
+            raise ValueError("told elsewhere")
+
+        task = asyncio.create_task(fail())
+        await asyncio.wait({task})
+        await end(task)
+
+    asyncio.run(main())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
