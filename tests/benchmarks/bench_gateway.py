@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
-from harness import HERE, default_venv, python_of, report
+from harness import HERE, default_venv, finish, python_of, report
 
 PARTS = HERE / "gateway_parts"
 ROOT = HERE.parents[1]
@@ -203,19 +203,20 @@ def compare(rounds: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
         "share_of_direct": ratio("ours", "direct", "per_second"),
         "share_of_direct_with_journal": ratio("journal", "direct", "per_second"),
         "added_p50_ms_at_1": median("ours", 1, "p50_ms") - median("direct", 1, "p50_ms"),
-        "required_added_p50_ms": 0.5,
         "errors": sum(each["errors"] for group in rounds.values() for each in group),
     }
     if ("peer", 32) in rounds:
         numbers |= {
             "rate_against_peer": ratio("ours", "peer", "per_second"),
             "rate_against_peer_with_journal": ratio("journal", "peer", "per_second"),
-            "required_rate": 8,
             "p99_against_peer": ratio("ours", "peer", "p99_ms"),
-            "required_p99": 0.2,
             "cpu_against_peer": ratio("ours", "peer", "gateway_us_per_item"),
         }
-    report("gateway_ratios", **numbers)
+    against_peer = {"rate_against_peer": (">=", 8), "p99_against_peer": ("<=", 0.2)}
+    required = {"added_p50_ms_at_1": ("<=", 0.5), "errors": ("==", 0)} | (
+        against_peer if ("peer", 32) in rounds else {}
+    )
+    report("gateway_ratios", required, **numbers)
 
 
 def bench_streams(given: argparse.Namespace) -> None:
@@ -231,14 +232,15 @@ def bench_streams(given: argparse.Namespace) -> None:
             for name, target in targets.items():
                 found[name] = measured("streams", target, model, given.streams, spread=spread)
                 report("gateway_streams", target=name, streams=given.streams, spread=spread, **found[name])
+            # All in one moment is more than slow streams are: told, and not judged.
+            judged = {"p99_ms": ("<=", 20), "rss_mb": ("<=", 400), "errors": ("==", 0)} if spread else None
             report(
-                "gateway_streams_added",
+                "gateway_streams_added" if spread else "gateway_streams_at_once",
+                judged,
                 spread=spread,
                 p50_ms=found["ours"]["p50_ms"] - found["direct"]["p50_ms"],
                 p99_ms=found["ours"]["p99_ms"] - found["direct"]["p99_ms"],
-                required_p99_ms=20,
                 rss_mb=found["ours"]["gateway_rss_mb"],
-                required_rss_mb=400,
                 errors=found["ours"]["errors"],
             )
 
@@ -264,7 +266,8 @@ def bench_first(given: argparse.Namespace) -> None:
         return statistics.median(mine[of] - alone[of] for mine, alone in pairs)
 
     errors = sum(each["errors"] for group in rounds.values() for each in group)
-    report("gateway_first_added", p50_ms=added("p50_ms"), p99_ms=added("p99_ms"), required_ms=2, errors=errors)
+    numbers = {"p50_ms": added("p50_ms"), "p99_ms": added("p99_ms"), "errors": errors}
+    report("gateway_first_added", {"p50_ms": ("<=", 2), "errors": ("==", 0)}, **numbers)
 
 
 def bench_memory(given: argparse.Namespace) -> None:
@@ -299,3 +302,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    finish()
