@@ -99,14 +99,14 @@ def table(text: str, lines: list[Numbers]) -> str:
     old, end, tail = rest.partition(END)
     assert begin, f"{README.name} has no {BEGIN.strip()}"
     assert end, f"{README.name} has no {END.strip()}"
-    kept = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[len(HEAD) :]}
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[len(HEAD) :] if line}
     found = {str(numbers["benchmark"]): numbers for numbers in lines}
     rows = [
         f"| {what} | {say(found[name])} | `{name}` |" if name in found else kept[what]
         for what, name, say in ROWS
         if name in found or what in kept
     ]
-    return "\n".join([head + begin + HEAD[0], HEAD[1], *rows]) + "\n" + end.lstrip("\n") + tail
+    return "\n".join([head + begin + HEAD[0], HEAD[1], *rows, ""]) + end + tail
 
 
 if __name__ == "__main__":

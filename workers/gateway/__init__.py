@@ -22,7 +22,7 @@ What matters in production, of its settings (`workers.gateway.server.serve.Gatew
 calls want the control key, and do not exist under a tunnel's host name. ``GET .../trajectory?format=compact`` says
 each token and message once.
 
-A registered rollout of 50 turns whose prompt grows to 32,000 tokens takes 0.5 MB of the gateway's memory (0.2 MB are
+A registered rollout of 50 turns whose prompt grows to 32,000 tokens takes 0.6 MB of the gateway's memory (0.2 MB are
 its tokens and logprobs, 0.13 MB its text); the answers as they came were 5.9 MB. A stream's first event comes 0.5 ms
 later than from the model server itself (p50). A token of a stream costs 0.02 ms of the gateway's one core, so that a
 thousand streams of 50 tokens a second are what one process can do; each token then comes 0.7 ms later (p50; 10 ms
