@@ -41,6 +41,7 @@ class WorkerSystems:
 
     def __init__(self, settings: WorkerSettings, worker: str, *, fleet_id: str = "") -> None:
         self._settings = settings
+        self._worker = worker
         self._allowed = AllowedGateways(settings.gateway_allow)
         identity = (fleet_label(fleet_id),) if fleet_id else ()
         self._labels = (f"fleet:{settings.fleet}", f"worker:{worker}", *identity)
@@ -55,7 +56,7 @@ class WorkerSystems:
         self.tunnels = tunnel_provider(settings, (*self._labels, f"{PROCESS}:{self.process}"))
         self.sandboxes = sandbox_provider(settings)
         self._ours = Systems(
-            gateway=HttpGateway(control_key=key.get_secret_value() if key else None),
+            gateway=HttpGateway(control_key=key.get_secret_value() if key else None, worker=self._worker),
             tunnels=self.tunnels,
             sandboxes=self.sandboxes,
             labels=self._labels,
@@ -140,7 +141,7 @@ class WorkerSystems:
         key = settings.model_api_key
         served = InterceptingGateway(settings.model_url, key.get_secret_value() if key else None)
         served.start()
-        gateway = HttpGateway(control_key=served.control_key)
+        gateway = HttpGateway(control_key=served.control_key, worker=self._worker)
         self._closing |= {"interception": served.aclose, "intercepted": gateway.aclose}
         return served.url, replace(self._ours, gateway=gateway)
 

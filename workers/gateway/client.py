@@ -19,7 +19,14 @@ from producer.contract import Phase
 from workers.aio import Turnstile, queued, uninterrupted
 from workers.connections import session
 from workers.errors import GatewayError
-from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Progress, Registration, Trajectory, rollout_path
+from workers.gateway.protocol import (
+    ROLLOUT_KEY_HEADER,
+    WORKER_HEADER,
+    Progress,
+    Registration,
+    Trajectory,
+    rollout_path,
+)
 from workers.instruments import GATEWAY_REQUESTS, NO_ANSWER
 
 logger = logging.getLogger(__name__)
@@ -58,22 +65,25 @@ class GatewayConnectionError(GatewayError):
 class HttpGateway:
     """A `Gateway` over HTTP: one pool of connections for all rollouts of a worker process.
 
-    All times are seconds. ``timeout`` bounds one call, ``cleanup_timeout`` the leaving of a registration, whoever is
-    being cancelled. ``trajectory_wait`` is how long a trajectory waits for a model call that is still in flight (an
-    agent that ran out of time often leaves one) before it is answered without that call's turn. ``retry_delay`` comes
-    before the first of three retries and is doubled each time.
+    ``worker`` is told when a rollout is registered. All times are seconds. ``timeout`` bounds one call,
+    ``cleanup_timeout`` the leaving of a registration, whoever is being cancelled. ``trajectory_wait`` is how long a
+    trajectory waits for a model call that is still in flight (an agent that ran out of time often leaves one)
+    before it is answered without that call's turn. ``retry_delay`` comes before the first of three retries and is
+    doubled each time.
     """
 
     def __init__(
         self,
         *,
         control_key: str | None = None,
+        worker: str = "",
         timeout: float = 30.0,
         cleanup_timeout: float = 15.0,
         trajectory_wait: float = 5.0,
         retry_delay: float = 0.1,
     ) -> None:
         self._headers = {"authorization": f"Bearer {control_key}"} if control_key else {}
+        self._named = {WORKER_HEADER: worker} if worker else {}
         self._timeout = timeout
         self._cleanup_timeout = cleanup_timeout
         self._trajectory_wait = trajectory_wait
@@ -147,7 +157,7 @@ class HttpGateway:
     async def _register(self, gateway_url: str, rollout_id: str, registration: Registration, api_key: str) -> None:
         url = f"{_url(gateway_url, rollout_id)}/register"
         body = orjson.dumps(registration.model_dump(mode="json"))
-        headers = {"content-type": "application/json", ROLLOUT_KEY_HEADER: api_key}
+        headers = {"content-type": "application/json", ROLLOUT_KEY_HEADER: api_key, **self._named}
         try:
             await self._call("POST", url, data=body, headers=headers)
         except GatewayConnectionError as error:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 #: Header of a registration: the key that this rollout's model calls must carry as their bearer token.
 ROLLOUT_KEY_HEADER = "X-Rollout-Key"
+WORKER_HEADER = "X-Rollout-Worker"  #: whose rollout it is, for the bundled gateway's log lines
 
 
 class RolloutStatus(StrEnum):

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
+from support import free_port
 
 from producer.contract import Phase
 from workers.gateway.client import HttpGateway
@@ -44,6 +46,26 @@ def real(serve: Callable[[Any], Any], model_url: str, act: Callable[[HttpGateway
             await client.aclose()
 
     return run(body())
+
+
+def test_the_gateways_line_about_a_failed_call_names_rollout_attempt_and_worker(
+    serve: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(url: str) -> None:
+        client = HttpGateway(control_key="control-key", worker="w1@a")
+        async with client.registered(url, "r-1~2", REGISTRATION, api_key="k"), aiohttp.ClientSession() as agent:
+            call = {"messages": [{"role": "user", "content": "hi"}]}
+            where = f"{url}/v1/rollouts/r-1~2/chat/completions"
+            async with agent.post(where, json=call, headers={"authorization": "Bearer k"}) as answer:
+                assert answer.status == 502
+        await client.aclose()
+
+    url = serve(create_app(upstream=f"http://127.0.0.1:{free_port()}", control_key="control-key")).url
+    with caplog.at_level(logging.WARNING):
+        run(body(url))
+    (line,) = [record for record in caplog.records if "model call of rollout" in record.message]
+    about = line.rollout_id, line.attempt, line.worker, line.stage  # type: ignore[attr-defined]
+    assert about == ("r-1", 2, "w1@a", "model_call")
 
 
 def test_a_whole_rollout_on_the_real_server(serve: Callable[[Any], Any], model: Any, model_url: str) -> None:

@@ -128,7 +128,8 @@ class ModelCall:
         self.rollout.record_failure(error.status_code, error.message)
         self.core.metrics.calls[self.dialect.name, error.kind] += 1
         rollout_id, _, attempt = self.rollout.id.partition("~")  # as `workers.state.gateway_id` puts them together
-        where = {"rollout_id": rollout_id, "attempt": int(attempt) if attempt.isdecimal() else 1, "stage": "model_call"}
+        number = int(attempt) if attempt.isdecimal() else 1
+        where = {"rollout_id": rollout_id, "attempt": number, "worker": self.rollout.worker, "stage": "model_call"}
         logger.warning("model call of rollout %s failed: %s", self.rollout.id, error.message, extra=where)
 
     async def _ask(self) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from workers.gateway.protocol import ROLLOUT_KEY_HEADER, Registration
+from workers.gateway.protocol import ROLLOUT_KEY_HEADER, WORKER_HEADER, Registration
 from workers.gateway.server.errors import GatewayRefusal, invalid
 from workers.gateway.server.exchange import Exchange
 from workers.gateway.server.jsonio import parse_json
@@ -18,7 +18,8 @@ from workers.gateway.server.recorder import RecordedRollout, Recorder
 
 #: Seconds that encoding a trajectory may hold the event loop; one has tens of megabytes.
 _SLICE = 0.002
-_KEY_HEADER = ROLLOUT_KEY_HEADER.lower().encode()
+_KEY_HEADER, _WORKER_HEADER = ROLLOUT_KEY_HEADER.lower().encode(), WORKER_HEADER.lower().encode()
+_LONGEST_NAME = 300
 
 ReadBody = Callable[[Exchange], Awaitable[bytes]]
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -41,11 +42,12 @@ class Control:
     async def register(self, exchange: Exchange, rollout_id: str) -> None:
         """Begin a rollout.
 
-        The header ``X-Rollout-Key`` names the key that its model calls must carry; the body's ``ttl`` the seconds
-        without any call about it after which it is forgotten.
+        The header ``X-Rollout-Key`` names the key that its model calls must carry, ``X-Rollout-Worker`` the worker for
+        log lines; the body's ``ttl`` the seconds without any call about it after which it is forgotten.
         """
         registration, ttl = _registration(await self._read_body(exchange))
         rollout = self._recorder.register(rollout_id, registration, exchange.header(_KEY_HEADER), ttl)
+        rollout.worker = (exchange.header(_WORKER_HEADER) or "")[:_LONGEST_NAME]
         limits = {"max_turns": registration.max_turns, "max_seq_len": registration.max_seq_len}
         await exchange.json(_standing(rollout) | {"model": registration.model} | limits)
 

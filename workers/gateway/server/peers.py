@@ -23,7 +23,9 @@ FORWARDED = b"x-gateway-forwarded"
 _CONNECT_TIMEOUT = 5.0
 _KEEPALIVE = 15.0  # below the 75 s of `serve.KEEPALIVE_TIMEOUT`
 #: Headers that mean something to the owner, and to the agent or worker. ``connection`` and the like do not travel.
-_ASKED = frozenset({b"authorization", b"x-api-key", b"x-rollout-key", b"content-type", b"accept", b"host"})
+_ASKED = frozenset(
+    {b"authorization", b"x-api-key", b"x-rollout-key", b"x-rollout-worker", b"content-type", b"accept", b"host"}
+)
 _ANSWERED = ("content-type", "retry-after", "x-should-retry", "www-authenticate", "allow")
 
 

@@ -52,6 +52,7 @@ class RecordedRollout:
         self.completion_tokens = 0
         self.lock = asyncio.Lock()
         self.upstream: Any = None
+        self.worker = ""  # who registered it, where that was told
         self.touched = time.monotonic()
         self.first: list[Message] | None = None
         self.cancelled = False
