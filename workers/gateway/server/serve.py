@@ -96,7 +96,7 @@ def _spare_collections() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2_000, 10, 100)
+    gc.set_threshold(2_000, 10, 20)
 
 
 def gateway_app(settings: GatewaySettings) -> GatewayApp:
