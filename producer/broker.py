@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -244,6 +245,11 @@ def _json_default(value: object) -> Any:
         return orjson.loads(kombu_dumps(value))
     except TypeError:
         return to_jsonable_python(value)  # such as a set that an environment's hook put there
+
+
+def clock_ms(time: Sequence[int]) -> int:
+    """Return Redis's answer to TIME, seconds and microseconds, in milliseconds."""
+    return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 def encode_result(value: object) -> bytes:

@@ -42,11 +42,6 @@ class FleetCounts:
     parked: int = 0
 
 
-def clock_ms(time: Sequence[int]) -> int:
-    """Return Redis's answer to TIME in milliseconds."""
-    return int(time[0]) * 1000 + int(time[1]) // 1000
-
-
 def ask_what_there_is(pipe: Any) -> None:
     """Ask for the time, the queues and the places: what `Counting` is made of."""
     pipe.time()
@@ -59,7 +54,7 @@ class Counting:
 
     def __init__(self, answers: Sequence[Any], besides: Sequence[str] = ()) -> None:
         now, named, places = answers
-        self.now_ms = clock_ms(now)
+        self.now_ms = broker.clock_ms(now)
         found = queues.queues_in(named)
         self._queues = [*found, *(queue for queue in dict.fromkeys(besides) if queue not in found)]
         self._places = [place.decode(errors="replace") for place in places]

@@ -148,8 +148,7 @@ class Operator:
         return found
 
     async def _now_ms(self) -> int:
-        seconds, micros = await self._redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+        return broker.clock_ms(await self._redis.time())
 
     async def record(self, rollout_id: str) -> dict[str, Any]:
         """Return a rollout's record as plain data, an empty one where there is none."""

@@ -11,7 +11,6 @@ import orjson
 
 from producer import broker
 from producer.connection import FleetConnection, awaitable, end
-from producer.counts import clock_ms
 from producer.errors import FleetError
 from producer.queues import QUEUE
 from producer.server import redact
@@ -72,7 +71,7 @@ async def queues_served(connection: FleetConnection) -> set[str] | None:
     """Return the queues that living workers serve; None when there is no living worker."""
 
     async def read() -> set[str] | None:
-        now = clock_ms(await connection.redis.time())
+        now = broker.clock_ms(await connection.redis.time())
         alive: Any = await connection.redis.zrangebyscore(broker.WORKERS, f"({now}", "+inf")
         workers = await read_reports(connection, [name.decode() for name in alive])
         return {queue for worker in workers for queue in serves(worker)} if workers else None

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from producer import broker
 from producer.connection import FleetConnection
-from producer.counts import Counting, FleetCounts, QueueCounts, ask_what_there_is, clock_ms
+from producer.counts import Counting, FleetCounts, QueueCounts, ask_what_there_is
 from producer.queues import PRIORITY_STEPS, QUEUE
 from producer.served import read_reports
 from producer.server import redact
@@ -281,7 +281,7 @@ async def read_status(connection: FleetConnection) -> FleetStatus:
         pipe.zrange(broker.WORKERS, 0, -1, withscores=True)
         ask_what_there_is(pipe)
         names, *there_is = await pipe.execute()
-        now = clock_ms(there_is[0])
+        now = broker.clock_ms(there_is[0])
         alive = [name.decode() for name, expires in names if expires > now]
         workers = await read_reports(connection, alive)
         counting = Counting(there_is, besides=[queue for worker in workers for queue in serves(worker)])

@@ -74,6 +74,20 @@ def log(
 
 
 @asynccontextmanager
+async def recorded(rollout: Rollout) -> AsyncIterator[None]:
+    """One attempt: its beginning and its end are logged, and a `RolloutError` becomes ``rollout.error``."""
+    log(rollout, "start", "attempt %d of %s begins", rollout.attempt, rollout.rollout_id)
+    try:
+        yield
+    except RolloutError as error:
+        rollout.fail(error.info(rollout.phase))
+    except asyncio.CancelledError:
+        log(rollout, "finish", "cancelled in phase %s", rollout.phase)
+        raise
+    log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
+
+
+@asynccontextmanager
 async def in_phase(rollout: Rollout, phase: Phase, *, bounded: bool = True) -> AsyncIterator[None]:
     """Enter ``phase`` under its deadline, note how long it took, and turn lateness and surprises into typed errors."""
     limit = rollout.request.deadlines.of(phase) if bounded else None
@@ -171,12 +185,12 @@ class Cleanup:
         if isinstance(error, RolloutError):
             self._rollout.fail(error.info(self._rollout.phase))  # first: a failed release must not hide the cause
         self._rollout.is_over = error is None or isinstance(error, RolloutError)
-        self._rollout.last_phase = self._rollout.phase
         self._rollout.enter(Phase.CLEANUP)
         began = time.monotonic()
         try:
             await uninterrupted(self._stack.aclose(), timeout=None)  # each release has a deadline of its own
         finally:
+            self._rollout.sandbox = None
             _note_duration(self._rollout, Phase.CLEANUP, time.monotonic() - began)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from producer.contract import Phase
-from workers.attempt import in_phase, log
+from workers.attempt import in_phase, recorded
 from workers.environment import Environment, EpisodeEnvironment
-from workers.errors import RolloutError
 from workers.rollout import Systems, run_rollout
 from workers.state import Rollout
 from workers.watchdog import Limits, hard_limit
@@ -26,16 +23,6 @@ async def run_episode(rollout: Rollout, environment: EpisodeEnvironment, limits:
 
     Raises only `asyncio.CancelledError`, after the environment has cleaned up.
     """
-    log(rollout, "start", "attempt %d of %s begins", rollout.attempt, rollout.rollout_id)
-    try:
-        async with hard_limit(rollout, limits.attempt_of(rollout)), in_phase(rollout, Phase.AGENT):
-            await environment.run(rollout)
-            rollout.agent_completed = True
-    except RolloutError as error:
-        rollout.fail(error.info(rollout.phase))
-    except asyncio.CancelledError:
-        log(rollout, "finish", "cancelled in phase %s", rollout.phase)
-        raise
-    finally:
-        rollout.last_phase = rollout.phase
-    log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
+    async with recorded(rollout), hard_limit(rollout, limits.attempt_of(rollout)), in_phase(rollout, Phase.AGENT):
+        await environment.run(rollout)
+        rollout.agent_completed = True

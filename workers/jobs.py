@@ -322,8 +322,7 @@ class JobStore:
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
         with instruments.REDIS_ROUND_TRIP.time():
-            seconds, micros = self.client.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+            return broker.clock_ms(self.client.time())
 
     def uptime(self) -> float:
         """Return for how many seconds at least the Redis server has been up."""

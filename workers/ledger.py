@@ -214,8 +214,7 @@ class Ledger:
 
     def now_ms(self) -> int:
         """Return Redis's own clock, in milliseconds."""
-        seconds, micros = self._client.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+        return broker.clock_ms(self._client.time())
 
     def _records(self, ids: Sequence[str], *fields: str) -> list[list[bytes | None]]:
         found: list[list[bytes | None]] = []

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from producer.contract import Phase
 from workers.aio import first_of
-from workers.attempt import Cleanup, in_phase, judge, log, quietly, record_trajectory, salvaged
+from workers.attempt import Cleanup, in_phase, judge, log, quietly, record_trajectory, recorded, salvaged
 from workers.environment import Environment, reward_and_metrics
-from workers.errors import AgentError, AgentStalledError, RolloutError, TunnelError
+from workers.errors import AgentError, AgentStalledError, TunnelError
 from workers.gateway.protocol import Gateway, Registration, Trajectory, rollout_path
 from workers.hooks import call_hook, derive
 from workers.sandboxes.base import CommandResult, Sandbox, SandboxProvider, SandboxSpec
@@ -57,8 +57,7 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
     Raises only `asyncio.CancelledError`, after clean-up.
     """
     request, gateway = rollout.request, systems.gateway
-    log(rollout, "start", "attempt %d of %s begins", rollout.attempt, request.rollout_id)
-    try:
+    async with recorded(rollout):
         command = derive(environment, "run_command", request)
         limit = systems.limits.attempt_of(rollout)
         async with Cleanup(rollout) as cleanup, hard_limit(rollout, limit):
@@ -97,14 +96,6 @@ async def run_rollout(rollout: Rollout, environment: Environment, systems: Syste
                     rollout.reward, metrics = reward_and_metrics(await call_hook(environment, "score", rollout))
                     rollout.metrics |= {name: value for name, value in metrics.items() if name not in rollout.metrics}
                     await call_hook(environment, "after", rollout)
-    except RolloutError as error:
-        rollout.fail(error.info(rollout.phase))
-    except asyncio.CancelledError:
-        log(rollout, "finish", "cancelled in phase %s", rollout.phase)
-        raise
-    finally:
-        rollout.sandbox = None
-    log(rollout, "finish", "%s%s", rollout.stop_condition(), f": {rollout.error}" if rollout.error else "")
 
 
 def _registered(rollout: Rollout, gateway: Gateway) -> AbstractAsyncContextManager[None]:

@@ -113,7 +113,7 @@ class Rollout:
     phase: Phase = Phase.REGISTER
     #: When it entered that phase, in Unix seconds.
     phase_since: float = field(default_factory=time.time)
-    #: The phase in which the attempt was when its clean-up began.
+    #: The phase before its clean-up: where it ended.
     last_phase: Phase = Phase.REGISTER
     durations: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
@@ -151,6 +151,8 @@ class Rollout:
     def enter(self, phase: Phase) -> None:
         """Note that the attempt is now in ``phase``."""
         self.phase = phase
+        if phase is not Phase.CLEANUP:
+            self.last_phase = phase
         self.phase_since = time.time()
         if self.on_phase:
             self.on_phase(self, phase)
