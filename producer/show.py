@@ -217,10 +217,12 @@ def show_result(result: RolloutResult, console: Console, *, full: bool = False) 
         _show_error(result.error, page)
     for number, turn in enumerate(turns_of(result), start=1):
         _show_turn(turn, f"turn {number} of {len(result.trajectory)}", page)
+    earlier = result.error
     for attempt in result.failed_attempts:
         counted = "" if attempt.counted else ", handed over"
         page.title(f"attempt {attempt.attempt}, before: {attempt.turns} turns{counted}")
-        _show_error(attempt.error, page)
+        _show_error(attempt.error, page, before=earlier)
+        earlier = attempt.error
         for number, turn in enumerate(turns_of_steps(attempt.trajectory), start=1):
             _show_turn(turn, f"attempt {attempt.attempt}, turn {number}", page)
     for name, text in (("standard output", result.agent_stdout), ("standard error", result.agent_stderr)):
@@ -269,11 +271,14 @@ def _moment(seconds: float) -> str:
         return str(seconds)
 
 
-def _show_error(error: ErrorInfo, page: _Page) -> None:
+def _show_error(error: ErrorInfo, page: _Page, before: ErrorInfo | None = None) -> None:
+    """Print an error; its detail only where that is another than the one's ``before``, which stands above it."""
     page.text(str(error), style="red")
     page.fact("type", error.type or "-")
     page.fact("retryable", "yes" if error.retryable else "no")
-    if error.detail:
+    if error.detail and before is not None and error.detail == before.detail:
+        page.text("(its detail is the same as before)", indent=4, style="dim italic")
+    elif error.detail:
         page.text(error.detail, indent=4)
 
 

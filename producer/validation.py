@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -9,6 +10,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+#: Where an object may have more fields than these, they are not listed to who names a wrong one.
+_LISTED = 10
 
 
 class InvalidRequestError(ValueError):
@@ -52,13 +55,27 @@ def _sentence(model: type[BaseModel], error: Any) -> str:
     if error["type"] == "missing":
         return f"{field}: missing; it is required"
     if error["type"] == "extra_forbidden":
-        close = get_close_matches(str(error["loc"][-1]), list(model.model_fields), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"{field}: no such field{hint}"
+        return f"{field}: no such field{_hint(str(error['loc'][-1]), _fields_at(model, error['loc'][:-1]))}"
     message = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"] or error["loc"][0] == "env":  # the whole request, or a variable's value: may be secret
         return f"{field}: {message} (got {_kind(error['input'])})"
     return f"{field}: {message} (got {_kind(error['input'])} {_shown(error['input'])})"
+
+
+def _hint(name: str, fields: Sequence[str]) -> str:
+    if close := get_close_matches(name, fields, n=1):
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(fields)}" if 0 < len(fields) <= _LISTED else ""
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
+    """Return the names that an object at ``path`` in a ``model`` may have, such as those of its deadlines."""
+    for name in path:
+        inner = model.model_fields[name].annotation if name in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
 
 
 def _kind(value: object) -> str:

@@ -158,6 +158,8 @@ class LocalStack:
     def close(self) -> None:
         """End the workers and beat, then the servers they use; remove the directory. May be called again."""
         consumers = [child for child in self._children if child.restart]
+        if consumers:
+            self._tell("fleet", "ends; its workers hand over what they run")
         end_children(consumers, self.options.grace)
         end_children([child for child in self._children if child not in consumers], SERVER_GRACE)
         self._children = []

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from producer.contract import RolloutResult
+from producer.files.errors import ResultsFileError
 from producer.files.index import SampleIndex
 from producer.results_file import ResultsFile
 
@@ -40,6 +41,10 @@ class ResultsOutput(Protocol):
         """Make what was written ready for its readers; may take seconds, and may be called in another thread."""
 
 
+#: Suffixes that promise what is not written.
+_NOT_WRITTEN = {".csv", ".tsv", ".xlsx", ".arrow", ".feather"}
+
+
 def prepare_results(
     path: Path, *, overwrite: bool = False, resume: bool = False, keep_failed: bool = False
 ) -> ResultsOutput:
@@ -48,6 +53,11 @@ def prepare_results(
     For ``resume``, what is there is read. Of it, completed results and those whose agent ran out of time are kept, and
     with ``keep_failed`` those with errors too. Raises `ResultsFileError`.
     """
+    if path.suffix in _NOT_WRITTEN:
+        raise ResultsFileError(
+            f"{path} would hold no {path.suffix[1:]}: results are written as JSON lines (.jsonl), or as Parquet where "
+            "the name ends in .parquet"
+        )
     if path.suffix == ".parquet":
         from producer.files.parts import ParquetResults
 

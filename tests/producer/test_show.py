@@ -196,6 +196,14 @@ def test_failures_are_printed_with_their_words_and_earlier_attempts(save):
     assert "x" * 3000 in show(path, "3", "--full").replace("\n", "").replace(" ", "")
 
 
+def test_an_error_that_each_attempt_ended_with_is_printed_once_in_full(save):
+    words = ("its own words", "other words")
+    before = [ErrorInfo(kind=ErrorKind.AGENT, message="broke", detail=detail) for detail in words]
+    attempts = tuple(FailedAttempt(attempt=number, error=error) for number, error in enumerate(before, start=1))
+    said = show(save(failed(3, failed_attempts=attempts)), "3")
+    assert (said.count("its own words"), said.count("the same as before"), said.count("other words")) == (1, 1, 1)
+
+
 def test_long_texts_are_cut_unless_all_is_asked_for(save):
     path = save(make(1, trajectory=[{"prompt": [message("user", "y" * 5000)], "completion": []}]))
     shown = show(path, "batch-1-0")
