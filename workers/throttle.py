@@ -166,6 +166,9 @@ class Throttle:
                     error,
                     extra={"stage": "throttle"},
                 )
+        # As a question to Redis does, this lets those who were cancelled meanwhile say so: else they would be taken to
+        # wait, and their tokens given back and taken again for ever, in a loop that nothing else gets a turn in.
+        await asyncio.sleep(0)
         return self._bucket.answer(verb, loop.time(), tokens, argument)
 
 

@@ -249,6 +249,23 @@ def test_the_bucket_leaves_nothing_in_redis_for_ever(redis_url: str) -> None:
     with_workers(redis_url, 1, per_minute=60, burst=1)(body)
 
 
+@pytest.mark.timeout(20, method="thread")  # a loop that spins obeys no signal
+@pytest.mark.parametrize("shared", [True, False], ids=["redis", "alone"])
+def test_callers_that_are_all_cancelled_as_they_come_do_not_keep_the_loop(redis_url: str, shared: bool) -> None:
+    """They are cancelled before their tokens are asked for, and say so only after that."""
+
+    async def body(throttle: Throttle) -> None:
+        callers = [asyncio.create_task(throttle.take()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for caller in callers:
+            caller.cancel()
+        assert await asyncio.gather(*callers, return_exceptions=True) != [None] * 3
+        await throttle.aclose()
+        assert await seconds(*(throttle.take() for _ in range(5))) < 5, "they have used up no token"
+
+    with_workers(redis_url if shared else None, 1, per_minute=1, burst=5)(body)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["gone", "hung"])
 def test_a_redis_that_is_away_stops_nobody(
     own_redis: RedisServer, how: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
