@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import ssl
 from collections import deque
@@ -46,6 +45,15 @@ class Opened:
     answer: Answer
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A call that waits for room, which it is given by its ``turn``."""
+
+    rollout: Sticky
+    tried: set[ModelServer]
+    turn: asyncio.Future[ModelServer]
+
+
 class Upstreams:
     """The model servers.
 
@@ -74,7 +82,7 @@ class Upstreams:
             for rank in (range(ranks) if ranks > 1 else [None])
         ]
         self._limits = limits or UpstreamLimits()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -90,8 +98,7 @@ class Upstreams:
         """Make a call at one of the servers; give the answer back with `close`. Raises `UpstreamError`."""
         tried: set[ModelServer] = set()
         while True:
-            server = self._choose(rollout.upstream, tried) or await self._room(rollout, tried)
-            server.in_flight += 1
+            server = await self._take(rollout, tried)
             try:
                 answer = await server.post(*request(server))
             except UpstreamError as error:
@@ -152,6 +159,8 @@ class Upstreams:
             server.failures, server.ejected = 0, False
             if was:
                 logger.info("model server %s answers again", server.name)
+                while self._give_room():
+                    pass
 
     def _choose(self, sticky: Any, tried: set[ModelServer]) -> ModelServer | None:
         """Return a server with room; None when those that might be asked have none."""
@@ -163,29 +172,41 @@ class Upstreams:
         best = min(healthy, key=lambda server: server.in_flight)
         return best if best.in_flight < limit else None
 
-    async def _room(self, rollout: Sticky, tried: set[ModelServer]) -> ModelServer:
+    async def _take(self, rollout: Sticky, tried: set[ModelServer]) -> ModelServer:
+        """Take room at a server, waiting in line for it; whoever has it gives it back with `_left`."""
+        if server := self._choose(rollout.upstream, tried):
+            server.in_flight += 1
+            return server
         if len(self._waiting) >= self._limits.waiting:
             raise busy(f"{len(self._waiting)} calls wait for a model server already.", 1.0)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        caller = _Waiting(rollout, tried, asyncio.get_running_loop().create_future())
+        self._waiting.append(caller)
         try:
             async with asyncio.timeout(self._limits.wait):
-                while True:
-                    await turn
-                    if server := self._choose(rollout.upstream, tried):
-                        return server
-                    turn = asyncio.get_running_loop().create_future()
-                    self._waiting.appendleft(turn)
-        except TimeoutError:
-            raise busy(f"no model server had room for {self._limits.wait:g} s.", 5.0) from None
-        finally:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(turn)
+                return await caller.turn
+        except BaseException as error:
+            if caller.turn.cancelled():
+                self._waiting.remove(caller)
+            else:  # it was given room in the moment in which it went
+                self._left(caller.turn.result())
+            if isinstance(error, TimeoutError):
+                raise busy(f"no model server had room for {self._limits.wait:g} s.", 5.0) from None
+            raise
 
     def _left(self, server: ModelServer) -> None:
         server.in_flight -= 1
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+        self._give_room()
+
+    def _give_room(self) -> bool:
+        """Give room to the first in line that can use what there is: a call is not made twice at one server."""
+        for caller in self._waiting:
+            if caller.turn.done():
+                continue
+            if server := self._choose(caller.rollout.upstream, caller.tried):
+                server.in_flight += 1
+                caller.turn.set_result(server)
+                self._waiting.remove(caller)
+                return True
+            if not caller.tried:  # then there is none at all, and the line may be long
+                return False
+        return False

@@ -1,0 +1,115 @@
+"""Room at model servers: it goes to the first in line that can use it, whatever happens to those before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.gateway.server.errors import UpstreamError
+from workers.gateway.server.upstreams import Opened, UpstreamLimits, Upstreams
+
+#: No test waits for room for as long.
+WAIT = 60.0
+
+
+def run(body: Callable[[Upstreams], Awaitable[None]], servers: int = 1) -> None:
+    """Run ``body`` with servers that have room for one call each, and answer at once."""
+
+    async def main() -> None:
+        limits = UpstreamLimits(per_server=1, wait=WAIT)
+        upstreams = Upstreams([f"http://127.0.0.1:{port}" for port in range(1, servers + 1)], None, 60.0, limits=limits)
+        for server in upstreams.servers:
+            server.post = answer  # type: ignore[method-assign]
+        async with asyncio.timeout(WAIT / 3):
+            await body(upstreams)
+        assert (upstreams.in_flight, upstreams.waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+async def answer(path: str, body: bytes) -> Any:
+    return SimpleNamespace(close=lambda: None)
+
+
+def call(upstreams: Upstreams) -> asyncio.Task[Opened]:
+    return asyncio.create_task(upstreams.open(SimpleNamespace(upstream=None), lambda server: ("/", b"")))
+
+
+def close(upstreams: Upstreams, opened: Opened) -> None:
+    opened.server.release = lambda answer: None  # type: ignore[method-assign]
+    upstreams.close(opened)
+
+
+async def in_line(upstreams: Upstreams, count: int) -> None:
+    while upstreams.waiting < count:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_room_that_a_call_was_given_as_it_was_cancelled_goes_to_the_next(turns: int) -> None:
+    async def body(upstreams: Upstreams) -> None:
+        running = await call(upstreams)
+        first = call(upstreams)
+        await in_line(upstreams, 1)
+        second = call(upstreams)
+        await in_line(upstreams, 2)
+        close(upstreams, running)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        (outcome,) = await asyncio.gather(first, return_exceptions=True)
+        if isinstance(outcome, Opened):  # it was too late for that
+            close(upstreams, outcome)
+        close(upstreams, await second)
+
+    run(body)
+
+
+def test_a_server_that_answers_again_has_room_for_who_waits() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        well, ill = upstreams.servers
+        ill.ejected = True
+        at_well = await call(upstreams)
+        waiting = call(upstreams)
+        await in_line(upstreams, 1)
+
+        async def check() -> None:
+            pass
+
+        ill.check = check  # type: ignore[method-assign]
+        await upstreams._look_at(ill)
+        close(upstreams, opened := await waiting)
+        close(upstreams, at_well)
+        assert (opened.server, at_well.server) == (ill, well)
+
+    run(body, servers=2)
+
+
+def test_room_at_a_server_that_the_first_in_line_has_tried_goes_to_the_next() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        gone, full = upstreams.servers
+
+        async def refuse(path: str, body: bytes) -> Any:
+            gone.post = answer  # type: ignore[method-assign]
+            raise UpstreamError(502, "refused", "connect", unsent=True)
+
+        gone.post = refuse  # type: ignore[method-assign]
+        full.in_flight += 1  # a call that takes its time
+        first = call(upstreams)
+        await in_line(upstreams, 1)
+        at_gone = await call(upstreams)
+        assert at_gone.server is gone
+        second = call(upstreams)
+        await in_line(upstreams, 2)
+        close(upstreams, at_gone)
+        close(upstreams, opened := await second)
+        assert (opened.server, first.done()) == (gone, False)
+        upstreams._left(full)
+        close(upstreams, opened := await first)
+        assert opened.server is full
+
+    run(body, servers=2)
