@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 from fleets import Agents
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from support import RedisServer
+
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+hypothesis_settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
