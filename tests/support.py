@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,11 @@ import pytest
 import redis
 from prometheus_client import Counter
 
+# Its ports are none of those that the kernel gives to whoever binds or connects before this one is used.
+from workers.children import free_port
 from workers.local import find_redis_server
 
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+__all__ = ["RedisServer", "command", "counted", "free_port", "wait_until"]
 
 
 def wait_until(predicate: Callable[[], object], timeout: float = 20.0, what: str = "the condition") -> None:
