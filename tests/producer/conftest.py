@@ -60,7 +60,7 @@ class StandInWorker(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
-        self.join(10)
+        self.join(30)
         self.app.close()
 
     def receive(self, message: object) -> None:
@@ -69,11 +69,11 @@ class StandInWorker(threading.Thread):
         request = self.claim(rollout_id)
         if request is None:
             return
-        self.started.append(rollout_id)
         result = self.behaviour(request)
         if result is None:
             self.held[rollout_id] = request
-        else:
+        self.started.append(rollout_id)  # now, so that who sees it there finds it held
+        if result is not None:
             self.finish(result)
 
     def claim(self, rollout_id: str) -> RolloutRequest | None:
