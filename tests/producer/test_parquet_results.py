@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -252,10 +253,19 @@ def test_a_killed_run_keeps_what_it_wrote_and_resumes(tmp_path, out, worker, red
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("{}\n" * 150)
     options = ["run", str(tasks), "--out", str(out), "--model", "m", "--redis-url", redis_url]
+    killed = threading.Event()
+
+    def behaviour(request):
+        if request.example_id > 100:  # however late the kill is, it finds a run that goes on
+            killed.wait(60)
+        return RolloutResult.for_request(request, StopCondition.COMPLETED)
+
+    worker.behaviour = behaviour
     running = subprocess.Popen([sys.executable, "-m", "producer.cli", *options, "--max-in-flight", "20"])
     wait_until(lambda: journal(out).exists() and journal(out).stat().st_size > 5000)
     running.kill()
     running.wait()
+    killed.set()
     before = len(list(ResultsReader(out).briefs()))
     assert 0 < before < 150
     ended = CliRunner().invoke(app, [*options, "--resume"])
