@@ -27,8 +27,11 @@ def test_a_rollout_that_is_retried_before_its_end_is_handed_out_is_handed_out_on
                 await asyncio.sleep(0.01)
             assert set((await Operator(producer.connection).retry([request.rollout_id])).values()) == {"retried"}
             end = RolloutResult.for_request(request, StopCondition.COMPLETED, reward=1.0)
-            asyncio.get_running_loop().call_later(0.2, idle_worker.finish, end)
-            return await anext(batch)
+            taking = asyncio.create_task(anext(batch))
+            while not (batch._waiting or taking.done()):  # until it waits for the new end, as it should
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(idle_worker.finish, end)
+            return await taking
 
     result = asyncio.run(main())
     assert result.error is None, result.error
