@@ -26,6 +26,14 @@ from producer.background import Following
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7})
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(following: Following[Any]) -> None:
     """Wait for what does not come, until Ctrl-C."""
     main = threading.main_thread().ident
@@ -41,6 +49,7 @@ def interrupted(following: Following[Any]) -> None:
     thread.join()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_wait_loses_no_result_and_the_next_loop_goes_on(settings, idle_worker, make):
     with SyncProducer(settings) as producer:
         batch = producer.submit_many(make(3), batch_id="b")
@@ -81,6 +90,7 @@ def test_a_named_consumer_is_told_what_comes_again(settings, worker, make):
         assert again.position > first.position
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_groups_can_be_watched_and_cancelled(settings, idle_worker):
     requests = [REQUEST.model_copy(update={"example_id": n}) for n in range(2)]
     with SyncProducer(settings) as producer:
@@ -107,7 +117,7 @@ def test_a_handle_of_what_another_process_submitted(settings, worker, make):
     with SyncProducer(settings) as producer:
         producer.submit(make(1)[0])
     with SyncProducer(settings) as producer:
-        assert producer.handle("r-0").result(10).completed
+        assert producer.handle("r-0").result(30).completed
 
 
 def test_a_rollout_that_redis_forgot_is_submitted_again_by_who_waits_for_it(settings, idle_worker, make, monkeypatch):
@@ -139,7 +149,7 @@ def test_a_group_says_how_it_ended(settings, worker):
     worker.behaviour = lambda request: RolloutResult.for_request(request, StopCondition.HAS_ERROR, error=broken)
     with SyncProducer(settings) as producer:
         group = producer.submit_group(REQUEST, 1)
-        assert group.result(10).dropped is Drop.FAILED
+        assert group.result(30).dropped is Drop.FAILED
         assert group.decision is not None
         assert len(list(group)) == 1
         assert group.ended
