@@ -310,7 +310,7 @@ def test_what_was_not_handed_out_is_kept_however_long_the_trainer_is_away(redis_
         async with Producer(settings) as producer:
             groups = producer.groups(requests, GroupTerms(2), run_id="run", consumer="trainer")
             ids = [(await anext(groups)).group_id]
-            await wait_for(lambda: all(group.ended for group in groups.open))
+            await wait_for(lambda: len(groups.open) == 2 and all(group.ended for group in groups.open))
             assert kept(ids[0]) == {True}, "it is in hand: who knows whether it was dealt with"
             ids.append((await anext(groups)).group_id)
             assert kept(ids[0]) == {False}
@@ -531,6 +531,8 @@ def test_of_what_was_ended_no_error_is_left_that_nobody_asked_for(caplog):
         await asyncio.wait({task})
         await end(task)
 
+    gc.collect()  # what other tests left, which asyncio complains of only now
+    caplog.clear()
     asyncio.run(main())
     gc.collect()
     assert "never retrieved" not in caplog.text
