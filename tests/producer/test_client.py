@@ -108,7 +108,7 @@ def test_a_real_consumer_and_celery_s_request_read_the_message(settings, idle_wo
         Consumer(connection, [queue], accept=["json"], on_message=on_message),
     ):
         while len(read) < 3:
-            connection.drain_events(timeout=5)
+            connection.drain_events(timeout=30)
     assert sorted(entry[:4] for entry in read) == [(f"r-{i}", broker.RUN_ROLLOUT, [], {}) for i in range(3)]
     assert len({entry[4] for entry in read}) == 3
 
@@ -268,8 +268,8 @@ def test_handles_wait_for_their_own_result(settings, worker, make):
     async def go():
         async with Producer(settings) as producer:
             handles = [await producer.submit(request) for request in make(5)]
-            results = await asyncio.gather(*(handle.result(timeout=10) for handle in handles))
-            again = await handles[0].result(timeout=10)
+            results = await asyncio.gather(*(handle.result(timeout=30) for handle in handles))
+            again = await handles[0].result(timeout=30)
             return [r.rollout_id for r in results], again, await handles[0].state()
 
     ids, again, state = asyncio.run(go())
@@ -285,7 +285,7 @@ def test_a_handle_s_timeout_says_that_the_rollout_goes_on(settings, idle_worker,
             with pytest.raises(TimeoutError, match=r"r-0 has not ended after 0.05 s; it goes on"):
                 await handle.result(timeout=0.05)
             idle_worker.finish(RolloutResult.for_request(make(1)[0], StopCondition.COMPLETED))
-            return await handle.result(timeout=5)
+            return await handle.result(timeout=30)
 
     assert asyncio.run(go()).completed
 
@@ -311,7 +311,7 @@ def test_who_begins_to_wait_while_another_stops_is_not_told_that_the_producer_wa
             while not producer._waiters or not producer._waiters["default"]._futures["r-0"]._callbacks:
                 await asyncio.sleep(0)  # until nothing but the end of r-0 is waited for
             leaving.cancel()
-            staying = asyncio.create_task(second.result(timeout=10))
+            staying = asyncio.create_task(second.result(timeout=30))
             await asyncio.wait({leaving})
             idle_worker.finish(RolloutResult.for_request(make(2)[1], StopCondition.COMPLETED))
             return await staying
@@ -324,7 +324,7 @@ def test_nothing_is_kept_of_batches_that_nobody_waits_for(settings, worker, make
         async with Producer(settings) as producer:
             for request in make(3):
                 own = request.model_copy(update={"batch_id": f"b-{request.example_id}"})
-                await (await producer.submit(own)).result(timeout=10)
+                await (await producer.submit(own)).result(timeout=30)
             return len(producer._waiters)
 
     assert asyncio.run(go()) == 0
@@ -335,7 +335,7 @@ def test_cancel_of_a_pending_rollout_ends_it_at_once(settings, idle_worker, make
         async with Producer(settings) as producer:
             handle = await producer.submit(make(1)[0])
             answer = await handle.cancel()
-            return answer, await handle.result(timeout=5), await handle.cancel()
+            return answer, await handle.result(timeout=30), await handle.cancel()
 
     answer, result, again = asyncio.run(go())
     assert (answer, again) == (CancelAnswer.CANCELLED, CancelAnswer.DONE)
@@ -386,7 +386,7 @@ def test_unreachable_redis_is_a_clear_error_without_the_password():
     assert "redis://***@127.0.0.1:1/0" in text
     assert "ROLLOUTS_REDIS_URL" in text
     assert "hunter2" not in text
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20, "it was tried again, for 30 s"
 
 
 def test_a_refused_password_is_not_retried(own_redis):
@@ -399,7 +399,7 @@ def test_a_refused_password_is_not_retried(own_redis):
     begun = time.monotonic()
     with pytest.raises(FleetUnreachableError, match=r"(?i)auth"):
         asyncio.run(go())
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20, "it was tried again, for 30 s"
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis://h:port/0", "redis://[::1"])
@@ -456,7 +456,7 @@ def test_a_producer_that_is_not_open_says_how_to_open_it(settings, make):
 def test_the_sync_face_does_the_same(settings, worker, make):
     with SyncProducer(settings) as producer:
         handle = producer.submit(make(1, rollout_id="one")[0])
-        assert handle.result(timeout=10).completed
+        assert handle.result(timeout=30).completed
         assert handle.state() is JobState.DONE
         assert handle.cancel() is CancelAnswer.DONE
         batch = producer.submit_many(make(5), max_in_flight=2)
