@@ -89,7 +89,7 @@ def _stand_in() -> tuple[str, Reaper]:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    wait_until(listens, what="the stand-in model")
+    wait_until(listens, timeout=60, what="the stand-in model")
     return f"http://127.0.0.1:{port}/v1", reaper
 
 

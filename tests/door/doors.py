@@ -59,7 +59,7 @@ class DoorProcess:
         with self.log.open("ab") as output:
             environment = os.environ | {"ROLLOUTS_REDIS_URL": self.redis_url}
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        wait_until(lambda: len(self._announced()) > before, what="the door")
+        wait_until(lambda: len(self._announced()) > before, timeout=60, what="the door")
         self.address = self._announced()[-1]
 
     def _announced(self) -> list[str]:
@@ -68,7 +68,7 @@ class DoorProcess:
     def stop(self, sig: int = signal.SIGTERM) -> int:
         assert self.process is not None
         self.process.send_signal(sig)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def door(door_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 async def connected(address: str) -> EnvClient:
     client = EnvClient(address)
-    await client.wait_for_server_startup(timeout=20, interval=0.2)
+    await client.wait_for_server_startup(timeout=60, interval=0.2)
     return client
 
 
@@ -163,7 +163,7 @@ def test_a_door_that_is_started_again_answers_what_was_in_flight(door_fleet: Fle
         (gate / "go").touch()
         await asyncio.to_thread(door.start)
         try:
-            return await asyncio.wait_for(run, 40)
+            return await asyncio.wait_for(run, 60)
         finally:
             await client.close()
 
