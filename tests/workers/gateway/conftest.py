@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -46,7 +47,7 @@ class Served:
 
     def stop(self) -> None:
         self.begin_stop()
-        self.thread.join(10)
+        self.thread.join(30)
         assert not self.thread.is_alive()
 
 
@@ -106,6 +107,15 @@ def chunks_of(answer: Body, *, usage: bool = True) -> list[bytes]:
     return [b"data: " + orjson.dumps(e) + b"\n\n" for e in events] + [b"data: [DONE]\n\n"]
 
 
+@dataclass
+class Counts:
+    """How many calls a model server answers now, and did at most; how many were ended while it streamed."""
+
+    running: int = 0
+    most_running: int = 0
+    left_early: int = 0
+
+
 class ModelServer:
     """A scripted OpenAI-compatible server: it notes what it is asked, and answers what the test says."""
 
@@ -119,12 +129,23 @@ class ModelServer:
         )
 
     def reset(self) -> None:
+        """Forget all; a call whose end comes later counts no more."""
         self.requests: list[Body] = []
         self.headers: list[dict[str, str]] = []
         self.answers: list[Any] = []
-        self.running = 0
-        self.most_running = 0
-        self.left_early = 0
+        self._counts = Counts()
+
+    @property
+    def running(self) -> int:
+        return self._counts.running
+
+    @property
+    def most_running(self) -> int:
+        return self._counts.most_running
+
+    @property
+    def left_early(self) -> int:
+        return self._counts.left_early
 
     def will(self, *answers: Any) -> None:
         """Script the next answers: a body, a Response, or a function of the request's body that returns either."""
@@ -138,13 +159,14 @@ class ModelServer:
         self.requests.append(body)
         self.headers.append(dict(request.headers) | {"x-client-port": str(request.client and request.client.port)})
         answer = self.answers.pop(0) if self.answers else completion()
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        counts = self._counts
+        counts.running += 1
+        counts.most_running = max(counts.most_running, counts.running)
         try:
             if callable(answer) and not isinstance(answer, Response):
                 answer = await asyncio.to_thread(answer, body)
         finally:
-            self.running -= 1
+            counts.running -= 1
         if isinstance(answer, Response):
             return answer
         if body.get("stream"):
@@ -153,6 +175,7 @@ class ModelServer:
 
     def events(self, parts: list[Any]) -> StreamingResponse:
         """An event stream of ``parts``: bytes are sent, functions are called (they may wait), exceptions are raised."""
+        counts = self._counts
 
         async def body() -> AsyncIterator[bytes]:
             try:
@@ -164,7 +187,7 @@ class ModelServer:
                     else:
                         yield part
             except asyncio.CancelledError:
-                self.left_early += 1
+                counts.left_early += 1
                 raise
 
         return StreamingResponse(body(), media_type="text/event-stream")
@@ -174,6 +197,7 @@ class Client(httpx.Client):
     """A test's view of a gateway: it registers rollouts and speaks as their agents."""
 
     ids = itertools.count()
+    served: Served  #: the gateway, where it is the test's own
 
     def register(self, rollout_id: str | None = None, *, key: str | None = None, **body: Any) -> str:
         rollout_id = rollout_id or f"r-{next(self.ids)}"
@@ -245,7 +269,9 @@ def gateway_with(serve: Callable[[Any], Served]) -> Iterator[Callable[..., Clien
     clients: list[Client] = []
 
     def start(**settings: Any) -> Client:
-        clients.append(Client(base_url=serve(create_app(**settings)).url, timeout=20))
+        served = serve(create_app(**settings))
+        clients.append(Client(base_url=served.url, timeout=20))
+        clients[-1].served = served
         return clients[-1]
 
     yield start

@@ -170,12 +170,15 @@ def test_a_registration_that_nobody_asks_for_is_forgotten(gateway: Any, shared: 
 
 
 def test_a_call_keeps_its_registration(gateway: Any, model: Any, answer_of: Callable[..., Any], shared: Any) -> None:
-    rollout, released = gateway.register(ttl=0.01), threading.Event()
+    rollout, released = gateway.register(ttl=1000), threading.Event()
     model.will(lambda _: (released.wait(20), answer_of())[1])
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(gateway.chat, rollout)
         wait_until(lambda: model.running == 1)
-        assert shared[2].app.state.recorder.forget_expired() == []
+        recorder = shared[2].app.state.recorder
+        recorder.find(rollout).ttl = 0.0
+        assert rollout not in recorder.forget_expired()
+        assert recorder.find(rollout) is not None
         released.set()
         assert chat.result(20).status_code == 200
 

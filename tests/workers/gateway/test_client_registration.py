@@ -39,7 +39,7 @@ def real(serve: Callable[[Any], Any], model_url: str, act: Callable[[HttpGateway
     url = serve(app).url
 
     async def body() -> Any:
-        client = HttpGateway(control_key="control-key", retry_delay=0.001)
+        client = HttpGateway(control_key="control-key", retry_delay=0.001, cleanup_timeout=50)
         try:
             return await act(client, url, app)
         finally:
@@ -53,9 +53,9 @@ def test_the_gateways_line_about_a_failed_call_names_rollout_attempt_and_worker(
 ) -> None:
     async def body(url: str) -> None:
         client = HttpGateway(control_key="control-key", worker="w1@a")
-        async with client.registered(url, "r-1~2", REGISTRATION, api_key="k"), aiohttp.ClientSession() as agent:
+        async with client.registered(url, "r-line~2", REGISTRATION, api_key="k"), aiohttp.ClientSession() as agent:
             call = {"messages": [{"role": "user", "content": "hi"}]}
-            where = f"{url}/v1/rollouts/r-1~2/chat/completions"
+            where = f"{url}/v1/rollouts/r-line~2/chat/completions"
             async with agent.post(where, json=call, headers={"authorization": "Bearer k"}) as answer:
                 assert answer.status == 502
         await client.aclose()
@@ -63,15 +63,15 @@ def test_the_gateways_line_about_a_failed_call_names_rollout_attempt_and_worker(
     url = serve(create_app(upstream=f"http://127.0.0.1:{free_port()}", control_key="control-key")).url
     with caplog.at_level(logging.WARNING):
         run(body(url))
-    (line,) = [record for record in caplog.records if "model call of rollout" in record.message]
+    (line,) = [record for record in caplog.records if "model call of rollout r-line~2" in record.message]
     about = line.rollout_id, line.attempt, line.worker, line.stage  # type: ignore[attr-defined]
-    assert about == ("r-1", 2, "w1@a", "model_call")
+    assert about == ("r-line", 2, "w1@a", "model_call")
 
 
 def test_a_whole_rollout_on_the_real_server(serve: Callable[[Any], Any], model: Any, model_url: str) -> None:
     async def act(client: HttpGateway, url: str, app: Any) -> Any:
         async with client.registered(url, "r-1", Registration(model="m", max_turns=1), api_key="agent-key"):
-            async with httpx.AsyncClient(headers={"authorization": "Bearer agent-key"}) as agent:
+            async with httpx.AsyncClient(headers={"authorization": "Bearer agent-key"}, timeout=20) as agent:
                 body = {"messages": [{"role": "user", "content": "hi"}]}
                 answer = await agent.post(f"{url}/v1/rollouts/r-1/chat/completions", json=body)
                 assert answer.status_code == 200
@@ -214,9 +214,12 @@ def test_a_registration_that_failed_somehow_is_undone(status: int, failing: Call
 
 def test_a_registration_without_an_answer_is_undone_in_bounded_time(failing: Callable[..., Any]) -> None:
     async def never() -> Any:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + 30  # type: ignore[method-assign]  # the time is up as soon as it was asked
         await asyncio.Event().wait()
 
-    error, scripted = failing([never], timeout=0.5)
+    error, scripted = failing([never], timeout=30)
     assert "did not answer" in error.message
     assert scripted.calls == ["POST register", "POST unregister"]
 

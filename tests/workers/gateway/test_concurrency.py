@@ -163,8 +163,10 @@ def test_a_call_whose_agent_left_while_it_waited_is_not_made(
     assert held.asked.wait(20)
     abandoned = send_chat(gateway, rollout)
     wait_until(lambda: waiting(shared, rollout) == 1)
+    connections, client = shared[2].server.server_state.connections, abandoned.getsockname()
+    assert any(each.client == client for each in list(connections))
     abandoned.close()
-    assert gateway.get("/healthz").status_code == 200  # served after the close was seen by the same event loop
+    wait_until(lambda: all(each.client != client for each in list(connections)), what="the gateway to see the close")
     held.released.set()
     assert first.result(20).status_code == 200
     assert gateway.trajectory(rollout)["num_turns"] == 1

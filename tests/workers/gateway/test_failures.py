@@ -91,6 +91,8 @@ def test_a_reachable_upstream_is_ready(gateway: Any) -> None:
 def test_an_upstream_that_says_nothing_is_504(gateway_with: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken by the kernel, and never answered
         gateway = gateway_with(upstream=f"http://127.0.0.1:{silent.getsockname()[1]}", upstream_timeout=0.5)
+        (server,) = gateway.served.app.state.upstreams.servers
+        server._connections._connect_timeout = 20.0  # else it is 0.5 s too, and another failure
         answer = gateway.chat(gateway.register())
     assert (answer.status_code, answer.json()["error"]["type"]) == (504, "upstream_timeout")
     assert "0.5 s" in answer.json()["detail"]
@@ -191,7 +193,7 @@ def test_a_fault_of_the_gateways_own_is_json_too(gateway: Any, model: Any, monke
     assert answer.json()["error"]["type"] == "gateway_error"
     assert "internal words" not in answer.text
     # On a connection of its own: uvicorn closes the one on which an application has failed.
-    recorded = httpx.get(f"{gateway.base_url}/v1/rollouts/{rollout}/trajectory").json()
+    recorded = httpx.get(f"{gateway.base_url}/v1/rollouts/{rollout}/trajectory", timeout=20).json()
     assert recorded["failures"] == [{"status": 500, "message": answer.json()["detail"], "turns": 0}]
 
 
@@ -204,7 +206,7 @@ def test_a_fault_of_the_gateways_own_has_the_dialects_shape(gateway: Any, monkey
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     answer = gateway.post(f"/v1/rollouts/{rollout}/v1/messages", json=body)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (500, "error", "api_error")
-    answer = httpx.post(f"{gateway.base_url}/v1/rollouts/{rollout}/responses", json={"input": "hi"})
+    answer = httpx.post(f"{gateway.base_url}/v1/rollouts/{rollout}/responses", json={"input": "hi"}, timeout=20)
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "gateway_error")
     assert "internal words" not in answer.text
 

@@ -179,7 +179,7 @@ def test_a_full_disk_makes_the_gateway_unready_and_loses_nothing_before_or_after
         real(fd, [b"".join(parts)[:7]])  # a part of it still fits
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with httpx.Client(base_url=serve(app).url) as client:
+    with httpx.Client(base_url=serve(app).url, timeout=20) as client:
         assert client.post("/v1/rollouts/r-1/register", json={"model": "m"}).status_code == 200
         assert client.post("/v1/rollouts/r-1/chat/completions", json=chat).status_code == 200
         monkeypatch.setattr(os, "writev", full)

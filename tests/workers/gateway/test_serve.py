@@ -120,7 +120,7 @@ def test_a_process_serves_and_ends_the_calls_in_flight_before_it_stops(
 
 def test_control_c_ends_it_without_a_traceback(process: tuple[subprocess.Popen[str], str]) -> None:
     gateway, url = process
-    assert httpx.get(f"{url}/readyz").status_code == 200
+    assert httpx.get(f"{url}/readyz", timeout=20).status_code == 200
     gateway.send_signal(signal.SIGINT)
     assert gateway.wait(20) == 0
     assert gateway.stderr is not None
