@@ -28,7 +28,7 @@ def gateway_process(port: int, upstream: str, journal: Path) -> Iterator[subproc
     command += ["--journal", str(journal)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ.copy()) as process:
         try:
-            wait_until(lambda: process.poll() is not None or answers(port), what="the gateway")
+            wait_until(lambda: process.poll() is not None or answers(port), timeout=60, what="the gateway")
             assert process.poll() is None
             yield process
         finally:
@@ -73,8 +73,8 @@ def test_every_answered_call_survives_a_kill_under_load_and_rollouts_go_on(
     agents = [Agent(url, n) for n in range(AGENTS)]
     with gateway_process(port, model_url, tmp_path) as process:
         for n in range(AGENTS):
-            headers = {"x-rollout-key": "agent-key"}
-            assert httpx.post(f"{url}/v1/rollouts/r-{n}/register", json={"model": "m"}, headers=headers).is_success
+            asked, headers = {"model": "m"}, {"x-rollout-key": "agent-key"}
+            assert httpx.post(f"{url}/v1/rollouts/r-{n}/register", json=asked, headers=headers, timeout=20).is_success
         for agent in agents:
             agent.start()
         wait_until(lambda: all(len(agent.answered) >= 5 for agent in agents), what="calls before the kill")
@@ -88,16 +88,17 @@ def test_every_answered_call_survives_a_kill_under_load_and_rollouts_go_on(
         )
         for agent in agents:
             agent.ended.set()
-            agent.join(20)
+            agent.join(40)
+            assert not agent.is_alive()
         for agent in agents:
-            trajectory = httpx.get(f"{url}/v1/rollouts/r-{agent.number}/trajectory").json()
+            trajectory = httpx.get(f"{url}/v1/rollouts/r-{agent.number}/trajectory", timeout=20).json()
             recorded = [step["prompt"][0]["content"] for step in trajectory["trajectory"]]
             missing = set(agent.answered) - set(recorded)
             assert not missing
             assert trajectory["integrity"]["problems"] == []
         wrong = {"authorization": "Bearer other"}
         body = {"messages": [{"role": "user", "content": "x"}]}
-        assert httpx.post(agents[0].url, json=body, headers=wrong).status_code == 401
+        assert httpx.post(agents[0].url, json=body, headers=wrong, timeout=20).status_code == 401
 
 
 def test_a_second_gateway_on_the_same_journal_says_so_and_ends(model_url: str, tmp_path: Path) -> None:

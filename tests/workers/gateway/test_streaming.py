@@ -245,7 +245,11 @@ def test_a_long_stream_is_recorded_whole(
     assert step["tokens"]["completion_ids"] == [ord(c) for c in text]
 
 
-def test_the_second_stream_of_a_rollout_uses_the_connection_of_the_first(gateway: Any, model: Any) -> None:
+def test_the_second_stream_of_a_rollout_uses_the_connection_of_the_first(
+    gateway_with: Callable[..., Any], model: Any, model_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.gateway.server.upstream.KEEPALIVE_EXPIRY", 600)  # however long a stream takes here
+    gateway = gateway_with(upstream=model_url)
     rollout = gateway.register()
     for _ in range(3):
         stream_of(gateway, rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from workers.gateway.server import create_app
 from workers.gateway.server.upstreams import UpstreamLimits
 
 QUICK = UpstreamLimits(health_interval=0.05)
+UNWATCHED = UpstreamLimits(health_interval=3600)
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def test_a_call_that_a_server_may_have_answered_is_made_at_no_other(
     listener, thread = serve_raw([broken, broken])  # unanswered, it is sent to the same server once more
     with listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        gateway = gateway_with(upstream=[url, servers[0].url])
+        gateway = gateway_with(upstream=[url, servers[0].url], limits=UNWATCHED)  # else a check takes an answer
         assert gateway.chat(gateway.register()).status_code == 502
         if broken:
             socket.create_connection(listener.getsockname()).close()  # lets the thread end
@@ -108,26 +110,30 @@ def test_a_call_that_a_server_may_have_answered_is_made_at_no_other(
 def test_a_server_that_fails_is_left_alone_until_it_answers_again(
     gateway_with: Callable[..., Any], servers: list[Any], serve: Callable[[Any], Any]
 ) -> None:
-    port = free_port()
-    gateway = gateway_with(upstream=[f"http://127.0.0.1:{port}", servers[0].url], limits=QUICK)
+    with socket.socket() as back:
+        back.bind(("127.0.0.1", 0))  # nobody else gets the port, and connections are refused until it listens
+        gateway = gateway_with(upstream=[f"http://127.0.0.1:{back.getsockname()[1]}", servers[0].url], limits=QUICK)
 
-    def healthy() -> list[bool]:
-        return [each["healthy"] for each in gateway.get("/admin/status").json()["upstreams"]]
-
-    wait_until(lambda: healthy() == [False, True], what="the health checks")
-    with socket.create_server(("127.0.0.1", port)) as back:
-        back.settimeout(20)
+        def healthy() -> list[bool]:
+            return [each["healthy"] for each in gateway.get("/admin/status").json()["upstreams"]]
 
         def answer() -> None:
-            connection, _ = back.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+            while True:
+                try:
+                    connection, _ = back.accept()
+                except OSError:  # the test is over
+                    return
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
 
+        wait_until(lambda: healthy() == [False, True], what="the health checks")
+        back.listen()
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         wait_until(lambda: healthy()[0], what="the server's return")
-        thread.join(10)
+        back.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
 
 
 def test_when_no_server_is_healthy_all_are_tried(gateway_with: Callable[..., Any], servers: list[Any]) -> None:
@@ -187,11 +193,14 @@ def test_a_call_that_waits_too_long_for_room_is_told_to_come_back(
     assert gateway.chat(gateway.register()).status_code == 200  # nobody waits in its place
 
 
-def test_connections_are_kept_for_the_next_call(gateway_with: Callable[..., Any], serve: Callable[[Any], Any]) -> None:
+def test_connections_are_kept_for_the_next_call(
+    serve: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connection for each call costs as much as the rest of it."""
+    monkeypatch.setattr("workers.gateway.server.upstream.KEEPALIVE_EXPIRY", 600)  # however long a call takes here
     served: list[int] = []
 
-    async def body(port: int) -> None:
+    async def body() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             served.append(0)
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -201,14 +210,14 @@ def test_connections_are_kept_for_the_next_call(gateway_with: Callable[..., Any]
                 content = b'{"choices":[{"message":{"role":"assistant","content":"x"},"finish_reason":"stop"}]}'
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
 
-        async with await asyncio.start_server(answer, "127.0.0.1", port):
-            app = create_app(upstream=f"http://127.0.0.1:{port}")
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            app = create_app(upstream=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             url = (await asyncio.to_thread(serve, app)).url
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 await client.post("/v1/rollouts/r/register", json={"model": "m"})
                 for _ in range(5):
                     chat = {"messages": [{"role": "user", "content": "x"}]}
                     assert (await client.post("/v1/rollouts/r/chat/completions", json=chat)).status_code == 200
 
-    asyncio.run(body(free_port()))
+    asyncio.run(body())
     assert served == [5]
