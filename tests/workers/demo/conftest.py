@@ -123,7 +123,7 @@ def run_agent(tmp_path: Path) -> RunAgent:
             env={"PATH": os.environ["PATH"]} | variables | env,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         written = tmp_path / "answer.txt"

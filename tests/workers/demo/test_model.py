@@ -24,7 +24,7 @@ TOKENS = {"logprobs": True, "return_token_ids": True}
 def ask(model_url: str) -> Any:
     def post(**body: Any) -> Any:
         sent = {"model": STAND_IN, "messages": TASK, "tools": [CALCULATOR], "temperature": 0} | TOKENS | body
-        response = httpx.post(f"{model_url}/chat/completions", json=sent)
+        response = httpx.post(f"{model_url}/chat/completions", json=sent, timeout=20)
         response.raise_for_status()
         return response
 
@@ -38,7 +38,7 @@ def sse(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_names_itself_no_language_model(model_url: str) -> None:
-    (model,) = httpx.get(f"{model_url}/models").json()["data"]
+    (model,) = httpx.get(f"{model_url}/models", timeout=20).json()["data"]
 
     assert model["id"] == "stand-in"
     assert model["owned_by"] == "rollout-fleet stand-in (not a language model)"
@@ -191,7 +191,7 @@ def test_samples_of_a_task_differ_in_reward(ask: Any) -> None:
     ],
 )
 def test_a_wrong_body_is_refused_in_openais_form(model_url: str, body: bytes) -> None:
-    response = httpx.post(f"{model_url}/chat/completions", content=body)
+    response = httpx.post(f"{model_url}/chat/completions", content=body, timeout=20)
 
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"

@@ -54,7 +54,9 @@ def trickled(connection: socket.socket) -> bytes:
             part = connection.recv(65536)
         except TimeoutError:
             continue
-        except OSError:  # whichever way the system tells that the other side is closed; what it said is there all the same
+        except (
+            OSError
+        ):  # whichever way the system tells that the other side is closed; what it said is there all the same
             return said + received(connection)
         if not part:
             return said

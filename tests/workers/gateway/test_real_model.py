@@ -50,6 +50,7 @@ def test_the_recorded_ids_and_logprobs_are_the_models_own(
     gateway_with: Callable[..., Any], llm_url: str, stream: bool
 ) -> None:
     gateway = gateway_with(upstream=llm_url)
+    gateway.timeout = 60
     rollout = gateway.register()
     answer = gateway.chat(rollout, **FIELDS, stream=stream)
     assert answer.status_code == 200
@@ -68,6 +69,7 @@ def test_its_server_is_asked_in_the_dialects_that_it_speaks(
 ) -> None:
     """Whole, streamed, and as a chat call: the model gets the same prompt, and the record is what it said."""
     gateway = gateway_with(upstream=llm_url, native=[dialect])
+    gateway.timeout = 60
     path = f"/{path.removeprefix('/')}"
     counts = set()
     for stream, params in ((False, {}), (True, {}), (False, {"response_format": {"type": "text"}})):

@@ -193,9 +193,7 @@ def test_a_call_that_waits_too_long_for_room_is_told_to_come_back(
     assert gateway.chat(gateway.register()).status_code == 200  # nobody waits in its place
 
 
-def test_connections_are_kept_for_the_next_call(
-    serve: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_are_kept_for_the_next_call(serve: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection for each call costs as much as the rest of it."""
     monkeypatch.setattr("workers.gateway.server.upstream.KEEPALIVE_EXPIRY", 600)  # however long a call takes here
     served: list[int] = []

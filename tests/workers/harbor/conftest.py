@@ -174,17 +174,17 @@ def make_task(tmp_path: Path) -> Callable[..., Path]:
 def overtime(make_task: Callable[..., Path]) -> Path:
     """A task whose solution leaves a service, then looks for the tests until its time is up, in a process of its own.
 
-    The reward is 1 when the agent is gone before the tests are there, and the service is not.
+    It has time to leave the service also where something stops it for a moment. The reward is 1 when the agent is gone before the tests are there, and the service is not.
     """
     solution = """#!/bin/sh
 (setsid sleep 50 & echo $! > /app/service.pid)
-sh -c 'while :; do test -e /tests/test.sh && touch /app/seen; done' &
+sh -c 'while :; do test -e /tests/test.sh && touch /app/seen; sleep 0.01; done' &
 wait
 """
     test = """sleep 0.3
 test -e /app/seen && echo 0 > /logs/verifier/reward.txt && exit
 kill -0 $(cat /app/service.pid) && echo 1 > /logs/verifier/reward.txt"""
-    toml = '[environment]\ndocker_image = "debian"\nworkdir = "/app"\n[agent]\ntimeout_sec = 0.8\n'
+    toml = '[environment]\ndocker_image = "debian"\nworkdir = "/app"\n[agent]\ntimeout_sec = 3\n'
     return make_task(test=test, toml=toml, **{"solution__solve.sh": solution})
 
 

@@ -79,7 +79,7 @@ def start(tmp_path: Path) -> Callable[..., Run]:
             "OPENAI_MODEL": MODEL,
         }
         line = ["sh", "-c", scripts.RUN_AGENT]
-        ended = subprocess.run(line, env=env, cwd=tmp_path / "root", capture_output=True, timeout=20, check=False)
+        ended = subprocess.run(line, env=env, cwd=tmp_path / "root", capture_output=True, timeout=60, check=False)
         assert (ended.returncode, ended.stderr) == (5, b""), "the agent's exit status is the script's"
         return Run(agent_dir, workdir, Called(**json.loads((tmp_path / "noted").read_text())))
 
@@ -115,7 +115,7 @@ def test_an_image_that_has_the_agent_installs_nothing(name: str, tmp_path: Path)
     script = tmp_path / "install.sh"
     script.write_text(scripts.install_script(Place(""), BY_NAME[name].install, None))
     env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path)}
-    ended = subprocess.run(["sh", script], env=env, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(["sh", script], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "touched").exists()
 

@@ -22,7 +22,9 @@ RunOn = Callable[..., list[RolloutResult]]
 def stack(stack_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     environments = {"harbor": "workers.harbor.environment:HarborEnvironment"}
     directory = tmp_path_factory.mktemp("prime")
-    with fleet_on("prime", directory, upstream=stack_model.url, environments=environments) as (stack, _):
+    settings = {"ROLLOUTS_LEASE_TTL": "30"}  # none lapses here, whatever stops the worker for a moment
+    options: dict[str, Any] = {"upstream": stack_model.url, "environments": environments, "settings": settings}
+    with fleet_on("prime", directory, **options) as (stack, _):
         yield stack
 
 
