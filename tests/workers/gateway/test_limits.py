@@ -54,9 +54,7 @@ def trickled(connection: socket.socket) -> bytes:
             part = connection.recv(65536)
         except TimeoutError:
             continue
-        except (
-            OSError
-        ):  # whichever way the system tells that the other side is closed; what it said is there all the same
+        except OSError:  # whichever way the system tells that the other side is closed; what it said is still there
             return said + received(connection)
         if not part:
             return said

@@ -174,7 +174,8 @@ def make_task(tmp_path: Path) -> Callable[..., Path]:
 def overtime(make_task: Callable[..., Path]) -> Path:
     """A task whose solution leaves a service, then looks for the tests until its time is up, in a process of its own.
 
-    It has time to leave the service also where something stops it for a moment. The reward is 1 when the agent is gone before the tests are there, and the service is not.
+    It has time to leave the service also where something stops it for a moment. The reward is 1 when the agent is gone
+    before the tests are there, and the service is not.
     """
     solution = """#!/bin/sh
 (setsid sleep 50 & echo $! > /app/service.pid)
