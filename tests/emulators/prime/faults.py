@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +22,9 @@ class Fault:
     """One thing that goes wrong.
 
     ``status`` replaces the answer and the effect. ``delay`` holds the answer back after the effect, or before
-    ``status``. ``hang`` never answers: True leaves the effect out, "after" has it happen. ``drop`` cuts the connection
-    before or after the effect. ``code`` turns one entry of a batch (that of ``sandbox_id``, or all) into an error.
+    ``status``, at most until all faults are cleared. ``hang`` never answers: True leaves the effect out, "after" has it
+    happen. ``drop`` cuts the connection before or after the effect. ``code`` turns one entry of a batch (that of
+    ``sandbox_id``, or all) into an error.
     """
 
     endpoint: str
@@ -60,12 +63,21 @@ class Faults:
 
     def __init__(self) -> None:
         self._waiting: list[Fault] = []
+        self._cleared = asyncio.Event()
 
     def add(self, fault: Fault) -> None:
         self._waiting.append(fault)
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._cleared.set()
+        self._cleared = asyncio.Event()
+
+    async def hold_back(self, fault: Fault) -> None:
+        """Wait for the fault's delay, or until all faults are cleared."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(fault.delay or 0):
+                await self._cleared.wait()
 
     def take(self, endpoint: str, ids: Collection[str] = ()) -> Fault | None:
         """Return the fault of this request, and count it as used."""

@@ -168,6 +168,7 @@ class PrimeEmulator:
         )
 
     def clear_faults(self) -> None:
+        """Let nothing go wrong any more; what a fault holds back is answered."""
         self._call("clear_faults")
 
     def image(

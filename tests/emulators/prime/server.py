@@ -125,7 +125,7 @@ class Server:
         """Answer as the fault wants it."""
         connection = request.connection
         if fault.prevents:
-            await asyncio.sleep(fault.delay or 0)
+            await self.faults.hold_back(fault)
             if fault.drop:
                 connection.abort()
             elif fault.status is not None:
@@ -137,7 +137,7 @@ class Server:
             outcome = await outcome
         if outcome:
             connection.answer(outcome)
-        await asyncio.sleep(fault.delay or 0)
+        await self.faults.hold_back(fault)
         if fault.drop:
             connection.abort()
         elif not fault.hang:
