@@ -17,22 +17,25 @@ from emulators.prime import PrimeEmulator
 from workers.errors import TunnelError
 from workers.tunnels.backend import Limits, Registration, RegistrationGoneError
 from workers.tunnels.pool import TunnelPool
-from workers.tunnels.prime import PrimeBackend
+from workers.tunnels.prime import PrimeBackend, PrimeTunnel
 
 T = TypeVar("T")
 
 GATEWAY = "http://127.0.0.1:8080"
-#: Times for tests: nothing is waited for but what happens.
+#: Times for tests: nothing is waited for but what happens, however long this machine takes for that.
 QUICK = Limits(
-    start_timeout=5.0,
-    start_budget=8.0,
+    start_timeout=30.0,
+    start_budget=60.0,
     backoff=0.01,
     backoff_max=0.05,
-    restart_timeout=5.0,
-    restart_budget=8.0,
+    restart_timeout=30.0,
+    restart_budget=60.0,
     restart_attempts=3,
     watch_interval=0.02,
-    status_timeout=5.0,
+    status_timeout=30.0,
+    stop_timeout=30.0,
+    sweep_timeout=30.0,
+    close_timeout=30.0,
 )
 
 
@@ -195,7 +198,7 @@ class PrimeWorld:
         self.emulator.fault("get_tunnel", status=500, detail="internal error", times=None)
 
     def hold_starts(self) -> None:
-        self.emulator.fault("create_tunnel", delay=0.25)
+        self.emulator.fault("create_tunnel", delay=60.0)
 
     def let_starts_go(self) -> None:
         self.emulator.clear_faults()
@@ -293,10 +296,10 @@ class Scenario:
         async def go() -> T:
             pool = TunnelPool(backend, limits=limits, **options)
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     return await story(pool)
             finally:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     await pool.aclose()
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the worker's kind of loop
@@ -304,13 +307,28 @@ class Scenario:
 
     @staticmethod
     async def until(predicate: Callable[[], object], what: str = "the condition") -> None:
-        """Wait on ``predicate``; fails after 10 s."""
+        """Wait on ``predicate``; fails after 30 s."""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not predicate():
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            pytest.fail(f"waited 10 s for {what}")
+            pytest.fail(f"waited 30 s for {what}")
+
+
+@pytest.fixture
+def impatient_at_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have the first start on the platform, which is to hang, given up after a few seconds; the next has its time."""
+
+    def be_so() -> None:
+        start, given = PrimeTunnel.start, iter([4.0])
+
+        async def bounded(tunnel: PrimeTunnel, *, timeout: float) -> None:
+            await start(tunnel, timeout=next(given, timeout))
+
+        monkeypatch.setattr(PrimeTunnel, "start", bounded)
+
+    return be_so
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from fault_rows import FAULTS, Fails, Works, final, gaps, is_of_tunnels, retryab
 from prime_tunnel.core.client import TunnelClient
 
 from workers.errors import TunnelError
+from workers.tunnels.backend import Limits
 from workers.tunnels.pool import TunnelPool
 from workers.tunnels.prime import PrimeBackend
 
@@ -126,7 +127,7 @@ async def look(pool: TunnelPool, arm: Callable[[], None]) -> None:
     """No failed look ends a tunnel, and none holds up whoever asks whether his agent had one."""
     async with pool.lease(GATEWAY) as lease:
         arm()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             await lease.confirm(since=0, until=0)
         assert pool.report()[0]["alive"]
         broken = asyncio.create_task(lease.broken())
@@ -166,13 +167,21 @@ SITES: dict[str, Site] = {
 }
 
 
+def limits_of(quick: Callable[..., Limits], site: str, fault: str) -> Limits:
+    """Return limits of which only that of what hangs is short; that of a start is shortened for its first try alone."""
+    short = {"find": {"sweep_timeout": 3.0}, "delete": {"sweep_timeout": 3.0}, "sweep": {"sweep_timeout": 3.0}}
+    short |= {"stop": {"stop_timeout": 9.0}}  # a third of it for the deletion
+    return quick(status_timeout=2.0, start_attempts=2, **(short.get(site, {}) if "hang" in fault else {}))
+
+
 class Row:
     """One row under way: what it asks for is counted from the moment at which its fault waits."""
 
-    def __init__(self, emulator: Any, site: str, fault: str) -> None:
+    def __init__(self, emulator: Any, quick: Callable[..., Limits], site: str, fault: str) -> None:
         self.emulator = emulator
         self.endpoint, self.doing = SITES[site]
         name, _, _ = fault.partition(" for ever")
+        self.limits = limits_of(quick, site, name)
         self.fault = FAULTS[name] | ({"times": None} if fault != name else {})
         self.before = 0
 
@@ -181,6 +190,7 @@ class Row:
         self.emulator.fault(self.endpoint, **self.fault)
 
     async def run(self, pool: TunnelPool) -> Works | Fails:
+        pool._limits = self.limits  # else all would be as short of time as what hangs
         try:
             await self.doing(pool, self.arm)
         except TunnelError as error:
@@ -209,28 +219,26 @@ def names(rows: list[tuple[str, str, Works | Fails]]) -> list[str]:
     return [f"{site}: {fault}" for site, fault, _ in rows]
 
 
-@pytest.fixture
-def limits(quick: Any) -> Any:
-    return quick(start_timeout=5.0, status_timeout=2.0, sweep_timeout=3.0, stop_timeout=4.0, start_attempts=2)
-
-
 @pytest.mark.parametrize(("site", "fault", "expected"), LIVES, ids=names(LIVES))
 def test_a_fault_at_the_start_or_the_end(
-    emulator: Any, scenario: Any, limits: Any, site: str, fault: str, expected: Works | Fails
+    emulator: Any, scenario: Any, quick: Any, impatient_at_first: Any, site: str, fault: str, expected: Works | Fails
 ) -> None:
-    outcome = scenario(PrimeBackend("celery@w1", LABELS), Row(emulator, site, fault).run, limits)
+    if site == "start" and "hang" in fault:
+        impatient_at_first()
+    row = Row(emulator, quick, site, fault)
+    outcome = scenario(PrimeBackend("celery@w1", LABELS), row.run, row.limits)
     assert shown(outcome, expected) == expected
     assert emulator.leaked() == NOTHING
 
 
-def test_faults_while_a_tunnel_serves(emulator: Any, scenario: Any, limits: Any) -> None:
+def test_faults_while_a_tunnel_serves(emulator: Any, scenario: Any, quick: Any) -> None:
     """All on one tunnel, which outlives them."""
     outcomes: dict[tuple[str, str], Works | Fails] = {}
 
     async def story(pool: TunnelPool) -> None:
         async with pool.lease(GATEWAY) as lease:
             for site, fault, expected in CALLS:
-                outcomes[site, fault] = shown(await Row(emulator, site, fault).run(pool), expected)
+                outcomes[site, fault] = shown(await Row(emulator, quick, site, fault).run(pool), expected)
                 client = TunnelClient()
                 for tunnel_id in set(emulator.leaked()["tunnels"]) - {lease.tunnel_id}:
                     assert isinstance(expected, Fails) or fault == "404", "a deletion that works leaves nothing"
@@ -238,7 +246,7 @@ def test_faults_while_a_tunnel_serves(emulator: Any, scenario: Any, limits: Any)
                 await client.close()
             assert pool.report()[0]["tunnel_id"] == lease.tunnel_id
 
-    scenario(PrimeBackend("celery@w1", LABELS), story, limits)
+    scenario(PrimeBackend("celery@w1", LABELS), story, limits_of(quick, "look", "hang"))
     assert outcomes == {(site, fault): expected for site, fault, expected in CALLS}
     assert emulator.leaked() == NOTHING
 

@@ -20,7 +20,7 @@ def test_what_blocks_there_does_not_block_here() -> None:
 
     async def story() -> str:
         thread = SdkThread("test")
-        work = asyncio.create_task(thread.run(blocks, timeout=5))
+        work = asyncio.create_task(thread.run(blocks, timeout=30))
         for _ in range(10):
             await asyncio.sleep(0.001)
         assert not work.done()
@@ -46,7 +46,7 @@ def test_a_call_that_takes_too_long_is_cancelled_there_and_not_waited_for() -> N
         thread = SdkThread("test")
         with pytest.raises(TimeoutError):
             await thread.run(slow, timeout=0.01)
-        assert await asyncio.to_thread(ended.wait, 5)
+        assert await asyncio.to_thread(ended.wait, 30)
         await thread.aclose()
 
     asyncio.run(story())
@@ -59,7 +59,7 @@ def test_an_exception_comes_out_as_it_is() -> None:
     async def story() -> None:
         thread = SdkThread("test")
         with pytest.raises(KeyError):
-            await thread.blocking(fails, timeout=1)
+            await thread.blocking(fails, timeout=30)
 
     asyncio.run(story())
 
@@ -78,7 +78,7 @@ def test_closing_cancels_what_runs_and_leaves_a_hanging_thread_behind() -> None:
     async def story() -> float:
         thread = SdkThread("test")
         work = asyncio.create_task(thread.run(waits, timeout=60))
-        assert await asyncio.to_thread(began.wait, 5)
+        assert await asyncio.to_thread(began.wait, 30)
         with pytest.raises(TimeoutError):
             await thread.blocking(release.wait, timeout=0.01)
         closing = time.monotonic()
@@ -88,6 +88,6 @@ def test_closing_cancels_what_runs_and_leaves_a_hanging_thread_behind() -> None:
             await work
         return time.monotonic() - closing
 
-    assert asyncio.run(story()) < 2
+    assert asyncio.run(story()) < 20, "it hangs for ever"
     assert cancelled.is_set()
     release.set()
