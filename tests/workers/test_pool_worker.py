@@ -44,7 +44,7 @@ app.config_from_object(
     | {"worker_pool": "workers.pool:AsyncioPool"}
     | ({"broker_transport": os.environ["POOL_TEST_TRANSPORT"]} if "POOL_TEST_TRANSPORT" in os.environ else {})
 )
-AsyncioPool.shutdown_grace = 5.0
+AsyncioPool.shutdown_grace = 40.0
 
 
 def note(name, text="x"):
@@ -143,6 +143,8 @@ async def crowd():
     global running, peak
     running += 1
     peak = max(peak, running)
+    while peak < 4:  # however slowly they come
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.02)
     running -= 1
     return peak
@@ -184,7 +186,7 @@ class Sent:
     def state(self) -> str:
         return str(self.meta["status"])
 
-    def get(self, timeout: float = 5) -> Any:
+    def get(self, timeout: float = 20) -> Any:
         wait_until(lambda: self.state in READY_STATES, timeout=timeout, what=f"the result of {self.id}")
         result = self.meta["result"]
         if isinstance(result, BaseException):
@@ -213,7 +215,10 @@ class Worker:
             )
 
     def ready(self) -> Worker:
-        wait_until(lambda: " ready." in self.log.read_text() or self.process.poll() is not None, what="the worker")
+        def has_started() -> bool:
+            return " ready." in self.log.read_text() or self.process.poll() is not None
+
+        wait_until(has_started, timeout=60, what="the worker")
         assert self.process.poll() is None, self.log.read_text()
         return self
 
@@ -237,14 +242,18 @@ class Worker:
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def control(self, command: str, **arguments: Any) -> Any:
-        replies = self.app.control.broadcast(command, arguments=arguments, reply=True, timeout=5, limit=1)
+        replies = self.app.control.broadcast(command, arguments=arguments, reply=True, timeout=20, limit=1)
         (reply,) = replies[0].values()
         return reply
 
     def unacknowledged(self) -> int:
         return int(self.client.hlen("unacked"))
 
-    def end(self, timeout: float = 15) -> int:
+    def is_idle(self) -> bool:
+        """Whether Celery knows of no task: it is told of the end of one a moment after its result is stored."""
+        return bool(self.control("active") == self.control("reserved") == [])
+
+    def end(self, timeout: float = 60) -> int:
         """Wait for the process to end and return its exit code."""
         return self.process.wait(timeout)
 
@@ -297,11 +306,11 @@ def test_results_states_and_signals_are_celerys(worker: Worker) -> None:
     good, bad, ignored, retried = (
         worker.send(n, *a) for n, a in [("add", (1, 2)), ("fail", ()), ("ignore", ()), ("retry", ())]
     )
-    assert good.get(timeout=20) == 3
+    assert good.get() == 3
     with pytest.raises(ValueError, match="on purpose"):
-        bad.get(timeout=20)
+        bad.get()
     assert "on purpose" in bad.meta["traceback"]
-    assert retried.get(timeout=20) == 1
+    assert retried.get() == 1
     wait_until(lambda: worker.lines(f"{ignored.id}.signals") == ["prerun", "postrun IGNORED"])
     assert ignored.state == "PENDING"
     wait_until(lambda: worker.lines(f"{good.id}.signals") == ["prerun", "success", "postrun SUCCESS"])
@@ -311,22 +320,22 @@ def test_results_states_and_signals_are_celerys(worker: Worker) -> None:
 
 
 def test_ordinary_tasks_run_too(worker: Worker) -> None:
-    total, thread = worker.send("plain", 2, 3).get(timeout=20)
+    total, thread = worker.send("plain", 2, 3).get()
     assert total == 5
     assert thread.startswith("tracer")
 
 
 def test_no_more_jobs_than_the_limit_run_at_once(worker: Worker) -> None:
     results = [worker.send("crowd") for _ in range(30)]
-    assert max(r.get(timeout=10) for r in results) == 4
+    assert max(r.get() for r in results) == 4
 
 
 def test_a_message_is_acknowledged_as_soon_as_its_task_is_accepted(worker: Worker) -> None:
     result = worker.start("acked")
-    wait_until(lambda: worker.unacknowledged() == 0, timeout=2)
+    wait_until(lambda: worker.unacknowledged() == 0)
     assert result.state == "PENDING"
     worker.path("acked.go").touch()
-    assert result.get(timeout=20) == "acked"
+    assert result.get() == "acked"
 
 
 def test_a_message_is_held_until_its_task_was_admitted(worker: Worker) -> None:
@@ -336,10 +345,10 @@ def test_a_message_is_held_until_its_task_was_admitted(worker: Worker) -> None:
     assert worker.lines("claimed.started") == []
     worker.path("claimed.claim").touch()
     worker.until("claimed.started")
-    wait_until(lambda: worker.unacknowledged() == 0, timeout=2)
-    assert [task["id"] for task in worker.control("active")] == [result.id]
+    wait_until(lambda: worker.unacknowledged() == 0)
+    wait_until(lambda: [task["id"] for task in worker.control("active")] == [result.id])
     worker.path("claimed.go").touch()
-    assert result.get(timeout=20) == "claimed"
+    assert result.get() == "claimed"
 
 
 def test_a_task_that_is_not_admitted_is_acknowledged_and_forgotten(worker: Worker) -> None:
@@ -347,8 +356,8 @@ def test_a_task_that_is_not_admitted_is_acknowledged_and_forgotten(worker: Worke
     results = [worker.send("claim", "twice") for _ in range(20)]  # more than there are slots: none is taken
     wait_until(lambda: len(worker.lines("twice.claiming")) == 20)
     wait_until(lambda: worker.unacknowledged() == 0)
-    assert worker.control("active") == worker.control("reserved") == []
-    assert worker.send("add", 1, 2).get(timeout=20) == 3
+    wait_until(worker.is_idle)
+    assert worker.send("add", 1, 2).get() == 3
     assert {r.state for r in results} == {"PENDING"}
     assert worker.lines("twice.started") == worker.lines(f"{results[0].id}.signals") == []
 
@@ -357,8 +366,8 @@ def test_an_admit_that_raises_fails_the_task(worker: Worker) -> None:
     worker.path("raising.claim").write_text("raise")
     result = worker.send("claim", "raising")
     with pytest.raises(ValueError, match="no claim"):
-        result.get(timeout=20)
-    assert worker.control("active") == worker.control("reserved") == []
+        result.get()
+    wait_until(worker.is_idle)
     assert worker.lines(f"{result.id}.signals") == ["failure"]
     assert worker.unacknowledged() == 0
 
@@ -371,12 +380,13 @@ def test_inspect_shows_each_job_under_a_number_of_its_own(worker: Worker) -> Non
     wait_until(lambda: {task["id"] for task in worker.control("active")} == {r.id for r in results})
     active = worker.control("active")
     assert len({task["worker_pid"] for task in active}) == 3
+    wait_until(lambda: worker.control("stats")["pool"]["in-flight"] == 3)
     pool = worker.control("stats")["pool"]
     assert pool["implementation"] == "workers.pool:AsyncioPool"
-    assert (pool["max-concurrency"], pool["in-flight"], pool["waiting"]) == (4, 3, 0)
+    assert (pool["max-concurrency"], pool["waiting"]) == (4, 0)
     for n in range(3):
         worker.path(f"seen{n}.go").touch()
-    assert [r.get(timeout=20) for r in results] == ["seen0", "seen1", "seen2"]
+    assert [r.get() for r in results] == ["seen0", "seen1", "seen2"]
     wait_until(lambda: worker.control("active") == [])
 
 
@@ -384,7 +394,7 @@ def test_revoking_cancels_the_coroutine_whose_clean_up_runs(worker: Worker) -> N
     result = worker.start("revoked")
     worker.control("revoke", task_id=result.id, terminate=True)
     with pytest.raises(TaskRevokedError):
-        result.get(timeout=20)
+        result.get()
     wait_until(lambda: worker.lines("revoked.left") == ["revoked"])
     wait_until(lambda: worker.control("stats")["pool"]["in-flight"] == 0)
     assert result.state == "REVOKED"
@@ -395,8 +405,8 @@ def test_a_revoked_task_that_returns_a_value_succeeds(worker: Worker) -> None:
     result = worker.start("kept", task="keep")
     worker.control("revoke", task_id=result.id, terminate=True)
     wait_until(lambda: result.state == "SUCCESS")
-    assert result.get(timeout=20) == "kept after revoked"
-    assert worker.control("active") == []
+    assert result.get() == "kept after revoked"
+    wait_until(worker.is_idle)
 
 
 def test_the_pool_grows_and_shrinks_by_remote_control(worker: Worker) -> None:
@@ -407,7 +417,7 @@ def test_the_pool_grows_and_shrinks_by_remote_control(worker: Worker) -> None:
     worker.until("sized4.started")
     for n in range(5):
         worker.path(f"sized{n}.go").touch()
-    assert [r.get(timeout=20) for r in [*results, fifth]] == [f"sized{n}" for n in range(5)]
+    assert [r.get() for r in [*results, fifth]] == [f"sized{n}" for n in range(5)]
     wait_until(lambda: worker.control("stats")["pool"]["in-flight"] == 0)
     assert "ok" in worker.control("pool_shrink", n=1)
     assert worker.control("stats")["pool"]["max-concurrency"] == 4
@@ -417,33 +427,35 @@ def test_time_limits(worker: Worker) -> None:
     soft = worker.send("wait", "soft", soft_time_limit=0.1)
     hard = worker.send("wait", "hard", time_limit=0.1)
     with pytest.raises(SoftTimeLimitExceeded):
-        soft.get(timeout=20)
+        soft.get()
     with pytest.raises(TimeLimitExceeded):
-        hard.get(timeout=20)
+        hard.get()
     wait_until(lambda: worker.lines("soft.left") == worker.lines("hard.left") == ["timeout"])
     wait_until(lambda: worker.control("active") == [])
 
 
 def test_a_full_worker_takes_nothing_and_a_free_slot_is_filled_at_once(worker: Worker) -> None:
     """With prefetching disabled Celery looks for messages when its loop turns: the end of a job must turn it."""
+    wait_until(worker.is_idle)
     results = [worker.start(f"full{n}") for n in range(4)]
     queue = broker.queue_key(0)
     wait_until(lambda: worker.unacknowledged() == 0)
-    waiting = [worker.send("wait", f"next{n}") for n in range(4)]
+    results += [worker.send("wait", f"full{n}") for n in range(4, 20)]
     assert worker.control("reserved") == []
-    assert worker.client.llen(queue) == 4
+    assert worker.client.llen(queue) == 16
     latencies = []
-    for n in range(4):
+    for n in range(16):
         worker.path(f"full{n}.go").touch()
         worker.until(f"full{n}.left")
         ended = time.time()
-        worker.until(f"next{n}.started")
-        latencies.append(float(worker.lines(f"next{n}.started")[0]) - ended)
-        results[n].get(timeout=20)
-    assert sorted(latencies)[2] < 0.25, latencies  # of four: the machine may be busy once
-    for n in range(4):
-        worker.path(f"next{n}.go").touch()
-    assert [r.get(timeout=20) for r in waiting] == [f"next{n}" for n in range(4)]
+        worker.until(f"full{n + 4}.started")
+        latencies.append(float(worker.lines(f"full{n + 4}.started")[0]) - ended)
+        results[n].get()
+    # Else each would take any part of a second. The machine may be busy in a few of them.
+    assert sorted(latencies)[10] < 0.3, latencies
+    for n in range(16, 20):
+        worker.path(f"full{n}.go").touch()
+    assert [r.get() for r in results] == [f"full{n}" for n in range(20)]
 
 
 # -- shutdown ----------------------------------------------------------------------------------------------------------
@@ -457,12 +469,12 @@ def test_a_warm_shutdown_waits_stores_results_and_acknowledges_meanwhile(new_wor
     wait_until(lambda: "Warm shutdown" in worker.log.read_text())
     worker.process.send_signal(signal.SIGTERM)  # a second one changes nothing
     worker.path("short.go").touch()
-    assert short.get(timeout=20) == "short"
-    wait_until(lambda: worker.unacknowledged() == 1, timeout=3)
+    assert short.get() == "short"
+    wait_until(lambda: worker.unacknowledged() == 1)
     assert worker.process.poll() is None
     worker.path("long.go").touch()
     assert worker.end() == 0
-    assert long.get(timeout=20) == "long"
+    assert long.get() == "long"
     assert worker.unacknowledged() == 0
     assert worker.lines("long.left") == ["None"]
     assert worker.lines("lifespan") == ["entered", "exited"]
@@ -475,9 +487,9 @@ def test_a_cold_shutdown_cancels_and_cleans_up(new_worker: Callable[..., Worker]
     began = time.monotonic()
     worker.process.send_signal(signal.SIGQUIT)
     worker.end()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20, "nobody ends them"
     assert worker.lines("cold.left") == worker.lines("kept.left") == ["shutdown"]
-    assert kept.get(timeout=20) == "kept after shutdown"
+    assert kept.get() == "kept after shutdown"
     assert cold.state == "RETRY"  # Celery's word for what a cold shutdown cancelled
     assert worker.lines("lifespan") == ["entered", "exited"]
     assert "Traceback" not in worker.log.read_text()
@@ -541,13 +553,13 @@ def test_a_restart_of_redis_under_running_jobs(own_redis: RedisServer, tmp_path:
         for n in range(10, 20):
             worker.path(f"job{n}.go").touch()
         wait_until(lambda: all(r.state == "SUCCESS" for r in results), timeout=30)
-        assert worker.send("add", 1, 1).get(timeout=20) == 2
+        assert worker.send("add", 1, 1).get() == 2
         worker.path("held.go").touch()
         assert late.get() == "held"
         assert len(worker.lines("held.started")) == 1
-        assert worker.send("add", 2, 2).get(timeout=20) == 4
+        assert worker.send("add", 2, 2).get() == 4
         assert [len(worker.lines(f"job{n}.started")) for n in range(20)] == [1] * 20
-        assert worker.control("active") == []
+        wait_until(worker.is_idle)
         assert worker.process.poll() is None
     finally:
         worker.close()
