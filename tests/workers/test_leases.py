@@ -27,7 +27,7 @@ class Keeping:
     def __init__(self, url: str, progress: Callable[[], float], hang_limit: float) -> None:
         self.app = Celery("test", set_as_current=False)
         self.app.config_from_object(broker.celery_config(url))
-        self.store = JobStore(redis.Redis.from_url(url, socket_timeout=2), self.app, lease_ttl=TTL)
+        self.store = JobStore(redis.Redis.from_url(url, socket_timeout=10), self.app, lease_ttl=TTL)
         self.ended: list[tuple[str, Renewal]] = []
         self.trusted: list[bool] = []
         self.hangs: list[bool] = []
@@ -125,6 +125,7 @@ def test_a_loop_that_hangs_beyond_its_limit_gives_its_leases_up(
     frozen = time.monotonic()
     with keeping(redis_url, progress=lambda: frozen, hang_limit=0.05) as k:
         k.claim("r1")
+        wait_until(lambda: k.hangs, what="the hang to be told")
         wait_until(lambda: k.lease_left("r1") < 0, what="the lease to lapse")
         assert k.ended == []
         assert k.hangs == [True]
@@ -157,14 +158,20 @@ def test_no_lease_is_trusted_lapsed_by_who_has_not_heard_of_redis_for_half_a_ttl
 
 def test_a_delayed_rollout_is_woken_when_its_time_comes_and_not_by_the_next_sweep(redis_url: str) -> None:
     with keeping(redis_url) as kept:
-        kept.store.on_delay = kept.keeper.wake_in
         claim = kept.claim("r1")
         client = kept.store.client
+        delayed: list[object] = []
+
+        def told(seconds: float) -> None:
+            delayed.append(client.zcard(broker.DELAYED))
+            kept.keeper.wake_in(seconds)
+
+        kept.store.on_delay = told
         failed = ErrorInfo(kind=ErrorKind.SANDBOX, message="it failed")
         request = RolloutRequest(rollout_id="r1", model="m")
         given_back = kept.store.release(request, claim.attempt, "w1", HandBack(error=failed, counts=True, delay=0.3))
         assert given_back is Requeue.REQUEUED
-        assert client.zcard(broker.DELAYED) == 1
+        assert delayed == [1]
         wait_until(lambda: client.llen(broker.queue_key(request.priority)) == 1, what="its message")
         assert client.zcard(broker.DELAYED) == 0
 
@@ -190,7 +197,7 @@ def test_an_idle_worker_believes_no_lease_lapsed_that_could_not_be_renewed_while
         full = time.monotonic()
         wait_until(lambda: time.monotonic() - full > 2 * TTL)
         assert busy.lease_left("r1") < 0, "a renewal is a write, and was refused"
-        busy.store.client.config_set("maxmemory", 0)
         seen = len(idle.trusted)
+        busy.store.client.config_set("maxmemory", 0)
         wait_until(lambda: len(idle.trusted) > seen)
         assert idle.trusted[seen] is False, "its sweep would run r1 a second time"

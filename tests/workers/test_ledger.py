@@ -114,11 +114,10 @@ def test_an_entry_is_noted_once_settled_and_put_off_for_longer_each_time(ledger:
     ledger.note("r1", 2, "another")
     assert ledger.entries() == first
 
-    delays = []
-    for _ in range(3):
+    for delay in (10, 20, 40):
+        before = ledger.now_ms()
         ledger.postpone(ledger.entries()[0], 10.0)
-        delays.append((ledger.entries()[0].due_ms - ledger.now_ms()) / 1000)
-    assert [round(delay) for delay in delays] == [10, 20, 40]
+        assert before <= ledger.entries()[0].due_ms - 1000 * delay <= ledger.now_ms()
     for _ in range(12):
         ledger.postpone(ledger.entries()[0], 10.0)
     assert (ledger.entries()[0].due_ms - ledger.now_ms()) / 1000 == pytest.approx(3600, abs=5)
@@ -160,7 +159,7 @@ def test_a_worker_that_starts_while_redis_is_away_waits_for_it(own_redis: RedisS
         starting.join(0.3)
         assert starting.is_alive()
         own_redis.start()
-        starting.join(10)
+        starting.join(40)
         assert not starting.is_alive()
         labels = app.rollout_fleet.systems._labels
         assert f"fleet-id:{own_redis.client.get(broker.FLEET_ID).decode()}" in labels

@@ -98,7 +98,7 @@ class Worker:
         rollout = Rollout(RolloutRequest(rollout_id=rollout_id, model="m"), "http://g", attempt=1)
         assert self.loop._loop is not None
         ended = asyncio.run_coroutine_threadsafe(call_hook(environment, "score", rollout), self.loop._loop)
-        assert environment.entered.wait(10)
+        assert environment.entered.wait(30)
         return ended
 
     def metric(self, name: str, **labels: str) -> float:
@@ -140,7 +140,7 @@ def test_a_loop_moves_while_its_lifespan_waits_to_be_entered() -> None:
     starting = threading.Thread(target=loop.start)
     starting.start()
     try:
-        wait_until(lambda: loop.lag.progress > made, timeout=5, what="the loop to be seen moving")
+        wait_until(lambda: loop.lag.progress > made, what="the loop to be seen moving")
     finally:
         may_enter.set()
         starting.join()
@@ -160,13 +160,13 @@ def test_what_blocks_the_loop_is_named_while_redis_stalls(
     with worker_on(redis_url) as worker:
         monkeypatch.setattr(worker.store, "now_ms", stall)
         try:
-            assert stalled.wait(10)
+            assert stalled.wait(30)
             ended = worker.run(blocking)
-            wait_until(lambda: "Blocking.score" in worker.watch.episodes, timeout=10, what="the hook to be named")
+            wait_until(lambda: "Blocking.score" in worker.watch.episodes, what="the hook to be named")
         finally:
             blocking.go_on.set()
             answers.set()
-        assert ended.result(10) is not None
+        assert ended.result(30) is not None
 
 
 def test_a_hook_that_blocks_the_loop_for_two_ttls_costs_no_lease_and_is_named(
@@ -181,7 +181,7 @@ def test_a_hook_that_blocks_the_loop_for_two_ttls_costs_no_lease_and_is_named(
         wait_until(lambda: min(worker.lease_left("r1"), worker.lease_left("r2")) > 0, what="a renewal of both")
         assert worker.metric("rollouts_loop_behind_seconds") > TTL
         blocking.go_on.set()
-        assert ended.result(10) == 1.0
+        assert ended.result(30) == 1.0
         wait_until(lambda: "event loop moves again; Blocking.score" in caplog.text)
 
         assert worker.lost == []
@@ -211,7 +211,7 @@ def test_a_hook_that_blocks_beyond_the_hang_limit_loses_all_leases_and_the_worke
         worker.claim("r1", worker="w2")  # another one runs it; the other still waits
 
         blocking.go_on.set()
-        assert ended.result(10) == 1.0
+        assert ended.result(30) == 1.0
         wait_until(lambda: len(worker.lost) == 2, what="both losses")
         assert sorted(worker.lost) == [("r1", Renewal.LOST), ("r2", Renewal.LOST)]
         assert worker.keeper.held() == []
@@ -260,8 +260,8 @@ def test_each_blocking_is_counted_once_and_its_seconds_as_they_come() -> None:
             clock.look_again()
     report = clock.watch.report()
     assert report["count"] == 2
-    assert 30 <= report["seconds"] < 32
-    assert 20 <= report["last"]["seconds"] < 22
+    assert 30 <= report["seconds"] < 50, "not once for each look"
+    assert 20 <= report["last"]["seconds"] < 40
     assert list(clock.watch.episodes) == [OTHER], "no hook was called"
 
 
@@ -276,7 +276,7 @@ def test_a_loop_whose_thread_is_gone_is_told_of_too() -> None:
 def test_a_method_that_only_derives_is_named_as_well(blocking: Blocking) -> None:
     thread = threading.Thread(target=derive, args=(blocking, "docker_image", RolloutRequest(model="m")))
     thread.start()
-    assert blocking.entered.wait(10)
+    assert blocking.entered.wait(30)
     clock = Clock()
     clock.thread = thread.ident
     clock.look(10)
@@ -291,7 +291,7 @@ def test_the_names_in_the_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     environment = Blocking()
     thread = threading.Thread(target=derive, args=(environment, "docker_image", RolloutRequest(model="m")))
     thread.start()
-    assert environment.entered.wait(10)
+    assert environment.entered.wait(30)
     clock = Clock()
     clock.thread = thread.ident
     clock.look(10)
