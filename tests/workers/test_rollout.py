@@ -25,6 +25,17 @@ from workers.state import Rollout
 from workers.watchdog import IdleWatch, Limits
 
 STEP = {"prompt": [], "completion": [], "tokens": None}
+#: Of an attempt, in seconds; less than any of its phases may take.
+HARD_LIMIT = 20.0
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """A loop whose clock can be set forward, so that a limit is reached when, and not before, a test says so."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
 
 
 class World:
@@ -49,7 +60,11 @@ class World:
         self.calls.append(point)
         self.reached.setdefault(point, asyncio.Event()).set()
         fault = self.faults.get(point)
-        if fault == "hang":
+        if fault == "hang to the limit":
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, Leaping)
+            loop.ahead += HARD_LIMIT + 1
+        if fault in {"hang", "hang to the limit"}:
             await asyncio.Event().wait()
         if isinstance(fault, Exception):
             raise fault
@@ -355,6 +370,12 @@ def test_a_provider_gives_up_the_output_before_its_rollout_does() -> None:
 # -- the hard limit ----------------------------------------------------------------------------------------------------
 
 
+def run_to_the_limit(world: World, rollout: Rollout) -> Rollout:
+    with asyncio.Runner(loop_factory=Leaping) as runner:
+        runner.run(go(world, rollout))
+    return rollout
+
+
 @pytest.mark.parametrize(
     ("point", "phase"),
     [
@@ -372,14 +393,14 @@ def test_an_attempt_ends_at_its_hard_limit_wherever_it_is(
     point: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.attempt._SALVAGE_TIMEOUT", 0.02)
-    world = World(**{point: "hang"})
-    result = run(world, attempt_of(deadlines={"rollout": 0.3})).result()
+    world = World(**{point: "hang to the limit"})
+    result = run_to_the_limit(world, attempt_of(deadlines={"rollout": HARD_LIMIT})).result()
 
     assert result.stop_condition is StopCondition.HAS_ERROR
     assert result.error is not None
     assert (result.error.kind, result.error.type) == (ErrorKind.LIMIT, "RolloutLimitError")
     assert (result.error.phase, result.error.retryable) == (phase, False)
-    assert "its hard limit of 0.3 s" in result.error.message
+    assert "its hard limit of 20 s" in result.error.message
     assert world.held == set()
     if point not in {"register", "fetch"}:
         assert len(result.trajectory) == 2
@@ -388,8 +409,8 @@ def test_an_attempt_ends_at_its_hard_limit_wherever_it_is(
 
 
 def test_a_clean_up_after_the_hard_limit_has_a_bound_of_its_own() -> None:
-    world = World(wait="hang", delete="hang")
-    error = run(world, attempt_of(deadlines={"rollout": 0.3, "cleanup": 0.02})).error
+    world = World(wait="hang to the limit", delete="hang")
+    error = run_to_the_limit(world, attempt_of(deadlines={"rollout": HARD_LIMIT, "cleanup": 0.02})).error
 
     assert error is not None
     assert error.type == "RolloutLimitError"
