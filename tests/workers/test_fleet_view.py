@@ -15,11 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 from fleets import lean
 from support import free_port, wait_until
 from typer.testing import CliRunner
 
-from producer import Producer, RolloutRequest, RolloutResult
+from producer import Producer, RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind, Phase, StopCondition
 from producer.settings import ProducerSettings
 from workers.cli import app
@@ -83,6 +84,18 @@ def status(stack: LocalStack, *options: str) -> str:
     return ended.stdout
 
 
+def scraped(port: int) -> str:
+    """Return the metrics of a scrape for which Redis had an answer in time."""
+    texts: list[str] = []
+
+    def answers() -> bool:
+        texts.append(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text)
+        return "rollouts_redis_up 1.0" in texts[-1]
+
+    wait_until(answers, what="a scrape")
+    return texts[-1]
+
+
 def wait_for_status(stack: LocalStack, state: str) -> str:
     """Return what is shown when the worker reports to be in ``state``."""
 
@@ -94,8 +107,16 @@ def wait_for_status(stack: LocalStack, state: str) -> str:
     return status(stack)
 
 
-def test_an_agent_that_stalls_after_its_call_keeps_its_turn_and_its_output(stack: LocalStack) -> None:
-    (result,) = run(stack, {"run_command": CALLS_ONCE, "deadlines": {"idle": 1.0}})
+@pytest.fixture(scope="module")
+def ended(stack: LocalStack) -> dict[str, RolloutResult]:
+    """Results of two that a watchdog has ended, by which: time enough for their calls, and both at one time."""
+    limits = {"idle": 4.0}, {"rollout": 6.0}
+    results = run(stack, *({"rollout_id": str(*d), "run_command": CALLS_ONCE, "deadlines": d} for d in limits))
+    return {result.rollout_id: result for result in results}
+
+
+def test_an_agent_that_stalls_after_its_call_keeps_its_turn_and_its_output(ended: dict[str, RolloutResult]) -> None:
+    result = ended["idle"]
 
     assert result.error is not None
     assert (result.error.kind, result.error.type) == (ErrorKind.AGENT, "AgentStalledError")
@@ -104,8 +125,10 @@ def test_an_agent_that_stalls_after_its_call_keeps_its_turn_and_its_output(stack
     assert result.durations["agent"] < 30
 
 
-def test_an_attempt_that_exceeds_its_hard_limit_is_cleaned_up_and_not_tried_again(stack: LocalStack) -> None:
-    (result,) = run(stack, {"run_command": CALLS_ONCE, "deadlines": {"rollout": 3.0}})
+def test_an_attempt_that_exceeds_its_hard_limit_is_cleaned_up_and_not_tried_again(
+    ended: dict[str, RolloutResult],
+) -> None:
+    result = ended["rollout"]
 
     assert result.error is not None
     assert (result.error.kind, result.error.type) == (ErrorKind.LIMIT, "RolloutLimitError")
@@ -136,13 +159,14 @@ def test_a_hook_that_blocks_the_loop_for_two_leases_costs_nobody_an_attempt_and_
     wait_until(lambda: "moves again" in log.read_text(), what="the end of it in the log")
     named = r"event loop blocked for [\d.]+ s by Blocking\.score of rollout blocks:\n(.*\n)*?.*time\.sleep"
     assert re.search(named, log.read_text())
-    metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
+    metrics = scraped(admin_port)
     assert 'rollouts_loop_blocked_total{hook="Blocking.score"} 1.0' in metrics
     wait_until(lambda: "blocked for" in status(stack), what="the report")
     assert "by Blocking.score of blocks" in status(stack)
 
 
 def test_status_shows_the_fleet_in_one_view_and_as_json(stack: LocalStack, admin_port: int) -> None:
+    run(stack, {})
     wait_until(lambda: json.loads(status(stack, "--json"))["workers"], what="the worker's report")
     (worker,) = json.loads(status(stack, "--json"))["workers"]
     assert (worker["state"], worker["concurrency"]) == ("running", 20)
@@ -150,7 +174,7 @@ def test_status_shows_the_fleet_in_one_view_and_as_json(stack: LocalStack, admin
     assert set(worker["breaker"]["systems"]) == {"gateway", "tunnel", "sandbox"}
     view = status(stack)
     assert re.search(r"worker\S*@\S+\s+running\s+\d+\s+20\s+[\d.]+ ms\s+closed", view), view
-    metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
+    metrics = scraped(admin_port)
     assert 'rollouts_breaker_state{state="closed",system="gateway"} 1.0' in metrics
     assert 'rollouts_loop_lag_seconds{statistic="p99"}' in metrics
     for sample in ("rollouts_concurrency 20.0", "rollouts_redis_up 1.0", "rollouts_lease_losses_total 0.0"):
@@ -174,7 +198,13 @@ def test_a_rollout_is_listed_while_it_runs_its_lines_are_found_and_it_can_be_ret
         end.touch()
         held.result(60)
 
-    told = operate(stack, "logs", "told")
+    told: dict[str, Any] = {}
+
+    def has_answered() -> object:
+        told.update(operate(stack, "logs", "told"))
+        return told["lines"]
+
+    wait_until(has_answered, what="its worker's lines")
     assert (told["record"]["state"], told["record"]["outcome"]) == ("done", "has_error")
     stages = [line["stage"] for line in told["lines"]]
     assert [s for s in stages if s in {"start", "register_rollout", "start_agent", "finish"}] == [
@@ -188,17 +218,19 @@ def test_a_rollout_is_listed_while_it_runs_its_lines_are_found_and_it_can_be_ret
 
 
 class Hanging(Environment):
-    """Its hook hangs far beyond the limit, in its first attempt."""
+    """Its hook hangs beyond the limit, in its first attempt, until there is a file."""
 
     async def score(self, rollout: Rollout) -> float:
-        if rollout.attempt == 1:
-            time.sleep(HANG_LIMIT + 5 * LEASE_TTL)
+        go_on = Path(rollout.request.info["go_on"])
+        while rollout.attempt == 1 and not go_on.exists():
+            time.sleep(0.01)
         return 1.0
 
 
 def test_a_hook_that_hangs_beyond_the_limit_costs_each_rollout_one_attempt_and_the_worker_goes_on(
     tmp_path: Path,
 ) -> None:
+    go_on = tmp_path / "go-on"
     settings = {
         "ROLLOUTS_LEASE_TTL": str(LEASE_TTL),
         "ROLLOUTS_LOOP_HANG_LIMIT": str(HANG_LIMIT),
@@ -207,11 +239,18 @@ def test_a_hook_that_hangs_beyond_the_limit_costs_each_rollout_one_attempt_and_t
     }
     with LocalStack(StackOptions(concurrency=20, settings=settings, log_dir=tmp_path, **lean())) as stack:
         log = stack.logs["worker1"]
-        with ThreadPoolExecutor(1) as other:
-            held = other.submit(run, stack, {"environment": "hanging"}, *[{"run_command": "sleep 2"}] * 4)
+        with ThreadPoolExecutor(2) as others:
+            hanging = {"environment": "hanging", "info": {"go_on": str(go_on)}}
+            held = others.submit(run, stack, hanging, *[{"run_command": "sleep 2"}] * 4)
             wait_until(lambda: "its leases are given up" in log.read_text(), what="the hang")
             assert "hangs: it has given up what it ran" in wait_for_status(stack, "hung")
-            (late,) = run(stack, {"max_attempts": 1})
+            waiting = others.submit(run, stack, {"max_attempts": 1, "rollout_id": "late"})
+            with redis.Redis.from_url(stack.redis_url) as client:
+                wait_until(lambda: client.zscore(broker.PENDING, "late") is not None, what="one that comes meanwhile")
+            rounds = log.read_text().count("its leases are given up")
+            wait_until(lambda: log.read_text().count("its leases are given up") > rounds + 4, what="a lease's length")
+            go_on.touch()
+            (late,) = waiting.result(60)
             results = held.result(60)
         assert "by Hanging.score of rollout" in log.read_text()
 
