@@ -139,7 +139,7 @@ def test_clients_that_send_a_byte_now_and_then_lose_their_places(
         dripping.start()
         stack.callback(dripping.join)
         stack.callback(ended.set)
-        wait_until(lambda: probe("127.0.0.1", port, "/livez").ok, timeout=10, what="an answer to a probe")
+        wait_until(lambda: probe("127.0.0.1", port, "/livez").ok, what="an answer to a probe")
 
 
 def test_nobody_is_asked_for_the_name_of_the_host(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ def against(serve: Serve, act: Callable[[httpx.AsyncClient, str], Awaitable[Any]
     async def scenario() -> Any:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        transport = ManyConnections(keepalive_expiry=options.pop("keepalive_expiry", 5.0))
-        async with httpx.AsyncClient(transport=transport, timeout=5.0, **options) as client, asyncio.timeout(20):
+        transport = ManyConnections(keepalive_expiry=options.pop("keepalive_expiry", 60.0))
+        async with httpx.AsyncClient(transport=transport, timeout=30.0, **options) as client, asyncio.timeout(60):
             try:
                 return await act(client, url)
             finally:
@@ -85,21 +85,25 @@ def test_nobody_listening_is_a_connect_error() -> None:
 
 def test_a_server_that_says_nothing_is_a_read_timeout() -> None:
     with pytest.raises(httpx.ReadTimeout):
-        against(hangs, lambda client, url: client.post(url, timeout=0.1))
+        against(hangs, lambda client, url: client.post(url, timeout=httpx.Timeout(30.0, read=0.1)))
 
 
 def test_a_cancelled_request_closes_its_connection() -> None:
-    closed = asyncio.Event()
+    arrived, closed = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await head(reader)
+        arrived.set()
         await reader.read(-1)
         closed.set()
         writer.close()
 
     async def act(client: httpx.AsyncClient, url: str) -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await client.get(url)
+        request = asyncio.create_task(client.get(url))
+        await arrived.wait()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
         await closed.wait()
 
     against(serve, act)

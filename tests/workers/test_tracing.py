@@ -142,8 +142,8 @@ def test_spans_go_where_opentelemetrys_own_variables_say(
     server.shutdown()
     server.server_close()
 
-    ((path, body),) = received
-    assert path == "/v1/traces"
+    assert {path for path, _ in received} == {"/v1/traces"}
+    body = b"".join(part for _, part in received)  # in one, unless the submission took long
     assert root_of("r1")[0].to_bytes(16, "big") in body
     assert b"submit" in body
 
