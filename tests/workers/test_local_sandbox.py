@@ -55,9 +55,9 @@ def run(tmp_path: Path) -> Run:
 
 
 async def until(predicate: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 30
     while not predicate():
-        assert time.monotonic() < end, f"waited 15 s for {what}"
+        assert time.monotonic() < end, f"waited 30 s for {what}"
         await asyncio.sleep(0.005)
 
 
@@ -156,8 +156,8 @@ def test_working_dir_is_made_and_lies_in_the_sandbox(run: Run) -> None:
 def test_timeout_kills_the_command_and_tells_what_it_printed(run: Run) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         command = "echo on my way; sh -c 'echo $$ > pid; exec sleep 600'"
-        with pytest.raises(SandboxError, match=r"echo on my way; .* exceeded its timeout of 1 s") as caught:
-            await sandbox.execute_command(command, timeout=1)
+        with pytest.raises(SandboxError, match=r"echo on my way; .* exceeded its timeout of 3 s") as caught:
+            await sandbox.execute_command(command, timeout=3)
         assert caught.value.detail == "on my way"
         child = await pid_in(sandbox.directory / "pid")
         await until(lambda: not is_running(child), "the end of the command's child")
@@ -184,7 +184,7 @@ def test_cancelling_a_start_leaves_no_process(run: Run, monkeypatch: pytest.Monk
 
     def slow(*args: Any) -> subprocess.Popen[bytes]:
         started.append(original(*args))
-        may_return.wait(10)
+        may_return.wait(30)
         return started[-1]
 
     async def body(sandbox: LocalSandbox) -> None:
@@ -243,7 +243,7 @@ def test_start_command_runs_as_the_main_process(run: Run) -> None:
 def test_job_ends_although_a_grandchild_keeps_its_output_open(run: Run) -> None:
     async def body(sandbox: LocalSandbox) -> int:
         job = await sandbox.start_job("sleep 600 & echo $! > pid; echo done; exit 4")
-        assert await asyncio.wait_for(job.wait(), 10) == CommandResult(4, "done\n", "")
+        assert await asyncio.wait_for(job.wait(), 30) == CommandResult(4, "done\n", "")
         grandchild = await pid_in(sandbox.directory / "pid")
         assert is_running(grandchild)  # as in a container: it ends with the sandbox
         return grandchild
@@ -287,7 +287,7 @@ def test_a_million_lines_keep_their_ends_and_do_not_fill_the_memory(run: Run) ->
         assert "bytes cut] ..." in result.stdout
         assert len(result.stdout) < 2200
         assert len(result.stderr) < 2200
-        assert psutil.Process().memory_info().rss - before < 20_000_000
+        assert psutil.Process().memory_info().rss - before < 40_000_000
 
     run(body, output_limit=2000)
 
@@ -308,7 +308,7 @@ def test_output_is_cut_between_characters(tmp_path: Path) -> None:
 def test_output_that_an_agent_replaced_is_neither_followed_nor_waited_for(run: Run, replace: str) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         command = f'out=$(readlink /proc/$$/fd/1); rm "$out"; {replace} "$out"; echo still >&2'
-        result = await asyncio.wait_for(sandbox.execute_command(command), 10)
+        result = await asyncio.wait_for(sandbox.execute_command(command), 30)
         assert result == CommandResult(0, process.REPLACED, "still\n")
 
     run(body)
@@ -375,14 +375,16 @@ def test_time_to_live_ends_the_processes(run: Run) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         job = await sandbox.start_job("trap '' TERM; setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 600")
         escaped = await pid_in(sandbox.directory / "pid")
-        with pytest.raises(SandboxError, match=r"exceeded its time to live of 1 s"):
-            await asyncio.wait_for(job.wait(), 10)
+        assert 500 < sandbox._timer.when() - asyncio.get_running_loop().time() <= 600
+        sandbox._expire(600.0)  # as the timer does
+        with pytest.raises(SandboxError, match=r"exceeded its time to live of 600 s"):
+            await asyncio.wait_for(job.wait(), 30)
         await until(lambda: not is_running(escaped), "the end of the escaped process")
         for call in (sandbox.start_job("true"), sandbox.execute_command("true"), sandbox.download("pid"), job.output()):
             with pytest.raises(SandboxError, match="exceeded its time to live"):
                 await call
 
-    run(body, ttl=1.0)
+    run(body, ttl=600.0)
 
 
 # Deletion
@@ -442,7 +444,7 @@ def test_cancellation_during_deletion_does_not_stop_it(tmp_path: Path, monkeypat
 
     def slow(directory: Path) -> bool:
         removing.set()
-        may_remove.wait(10)
+        may_remove.wait(30)
         return original(directory)
 
     original = local.remove_tree
@@ -478,7 +480,7 @@ def test_cancelled_creation_deletes_what_was_made(tmp_path: Path, monkeypatch: p
 
     def slow(*args: Any) -> subprocess.Popen[bytes]:
         starting.set()
-        may_start.wait(10)
+        may_start.wait(30)
         return original(*args)
 
     monkeypatch.setattr(process, "_popen", slow)
@@ -545,7 +547,7 @@ def test_deletion_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             await downloads[0]
         await sandboxes.aclose()
 
-    monkeypatch.setattr(files, "read", lambda *_: may_return.wait(10) and files.resolve(*_).read_bytes())
+    monkeypatch.setattr(files, "read", lambda *_: may_return.wait(30) and files.resolve(*_).read_bytes())
     asyncio.run(main())
 
 
@@ -665,7 +667,7 @@ def test_many_deletions_share_their_looks_at_the_process_table(tmp_path: Path, m
         await sandboxes.aclose()
 
     asyncio.run(main())
-    assert len(looks) < 15
+    assert len(looks) < 30, "fewer than one for each"
 
 
 def test_sigkilled_worker_leaves_no_sandbox(tmp_path: Path) -> None:
@@ -763,7 +765,7 @@ def test_what_cannot_be_downloaded(run: Run, path: str, message: str) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         await sandbox.execute_command("mkdir folder; mkfifo pipe; truncate -s 2G huge; ln -s loop loop; touch file")
         with pytest.raises(SandboxError, match=message) as caught:
-            await asyncio.wait_for(sandbox.download(path), 10)
+            await asyncio.wait_for(sandbox.download(path), 30)
         assert not caught.value.retryable
 
     run(body)
@@ -772,7 +774,7 @@ def test_what_cannot_be_downloaded(run: Run, path: str, message: str) -> None:
 def test_upload_over_a_pipe_does_not_block(run: Run) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         await sandbox.execute_command("mkfifo pipe")
-        await asyncio.wait_for(sandbox.upload_bytes("pipe", b"x"), 10)
+        await asyncio.wait_for(sandbox.upload_bytes("pipe", b"x"), 30)
         assert await sandbox.download("pipe") == b"x"
         with pytest.raises(SandboxError, match="could not write 'gone': No such file"):
             await sandbox.upload_file("gone", sandbox.directory / "no-source")
@@ -813,7 +815,7 @@ def nothing_leaks() -> Iterator[None]:
     before = open_descriptors()
     others = {child.pid for child in psutil.Process().children()}  # servers of this test process's other tests
     yield
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while (left := {c.pid for c in psutil.Process().children()} - others) or (
         sys.platform == "linux" and len(open_descriptors()) > len(before)
     ):
@@ -840,7 +842,7 @@ def test_hundreds_of_jobs_at_once_in_a_thread(
 
     thread = threading.Thread(target=main)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert failures == []
 

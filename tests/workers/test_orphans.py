@@ -623,16 +623,23 @@ def test_a_gateway_that_hangs_uses_up_nobody_elses_time(
     world.tunnel("t", "dead")
     world.sandbox("s", "r2")
     hung: list[str] = []
+    parts: list[asyncio.Timeout] = []
+    bounded = asyncio.timeout
+
+    def noted(seconds: float | None) -> asyncio.Timeout:
+        parts.append(bounded(seconds))
+        return parts[-1]
 
     async def hang(url: str, rollout_id: str) -> None:
         hung.append(rollout_id)
-        monkeypatch.setattr(module, "PART_LIMIT", 30.0)  # only the part that hangs is short of time
+        parts[0].reschedule(asyncio.get_running_loop().time())  # only the part that hangs is out of time
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(world, "unregister", hang)
-    monkeypatch.setattr(module, "PART_LIMIT", 2.0)
+    monkeypatch.setattr(module.asyncio, "timeout", noted)
     sweep(lambda orphans: orphans.take_turn())
     assert (hung, sorted(world.deleted)) == (["r1"], ["s", "t"])
+    assert parts[0].expired()
 
 
 def test_prometheus_is_told_what_may_be_left() -> None:

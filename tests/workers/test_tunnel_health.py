@@ -82,10 +82,11 @@ def least(stack: LocalStack) -> int:
 
 
 def test_beat_has_every_worker_process_check_its_tunnels_and_workers_do_without_beat(started: LocalStack) -> None:
-    wait_until(lambda: least(started) >= 6, what="checks in both workers")
+    wait_until(lambda: least(started) >= 10, what="checks in both workers")
+    began = min(times[0] for times in checks(started))
     for times in checks(started):
-        # One may come late and the next in time, but twice as many would be beat's own and the worker's besides.
-        assert len(times) - 1 <= (times[-1] - times[0]) / INTERVAL + 1.5
+        # Some may come late, and together; but twice as many would be beat's own and the worker's besides.
+        assert len(times) <= (times[-1] - began) / INTERVAL + 3.5
 
     beat = next(child for child in started._children if child.name == "beat")
     beat.process.kill()
@@ -105,7 +106,7 @@ def test_a_worker_checks_by_itself_when_beat_is_late(tmp_path: Path, monkeypatch
         )
         async with WorkerSystems(settings, "w1@here") as systems:
             tunnels: Any = systems.tunnels
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not tunnels.file.exists() or len(tunnels.file.read_text().split()) < 3:
                     await asyncio.sleep(0.005)
             return len(tunnels.file.read_text().split())
@@ -116,7 +117,7 @@ def test_a_worker_checks_by_itself_when_beat_is_late(tmp_path: Path, monkeypatch
 def test_a_health_check_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         settings = WorkerSettings(tunnel_check_interval=0.02, sandbox_dir=tmp_path / "sandboxes")
-        async with WorkerSystems(settings, "w1@here") as systems, asyncio.timeout(10):
+        async with WorkerSystems(settings, "w1@here") as systems, asyncio.timeout(30):
             calls: list[int] = []
 
             async def fail() -> None:
