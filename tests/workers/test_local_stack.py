@@ -110,7 +110,7 @@ def test_a_part_that_dies_later_is_noticed_with_its_last_words(redis_url: str) -
         os.kill(gateway.process.pid, signal.SIGKILL)
 
         with pytest.raises(StackError, match=r"the gateway ended with signal SIGKILL(.|\n)*gateway .*on http"):
-            asyncio.run(asyncio.wait_for(running.watch(interval=0.01), 10))
+            asyncio.run(asyncio.wait_for(running.watch(interval=0.01), 30))
 
 
 def test_a_given_server_is_used_and_none_is_started(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_everything_ends_with_a_process_that_was_killed(tmp_path: Path) -> None:
         holder.wait()
         holder.stdout.close()
 
-    wait_until(lambda: not marked(token) and not Path(directory).exists(), 20, "the end of all parts")
+    wait_until(lambda: not marked(token) and not Path(directory).exists(), 40, "the end of all parts")
 
 
 def test_a_child_that_ignores_every_request_is_killed(tmp_path: Path) -> None:
@@ -223,5 +223,5 @@ def test_a_child_that_ignores_every_request_is_killed(tmp_path: Path) -> None:
     end_children([child], grace=0.05)
 
     assert process.returncode == -signal.SIGKILL
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "it lives for 99 s"
     process.stdout.close()

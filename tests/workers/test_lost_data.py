@@ -22,7 +22,7 @@ from workers.jobs import JobStore
 T = TypeVar("T")
 
 _ROUNDS = 3  #: round trips to the server, in which what the producer has asked is answered
-_END = 20.0
+_END = 60.0
 
 
 class LostData(RuleBasedStateMachine):
