@@ -139,6 +139,24 @@ class Job:
         # Celery does so from within a signal handler only in a cold shutdown; a revocation comes as a message.
         self.cancel(CancelReason.SHUTDOWN if in_signal_handler() else CancelReason.REVOKED)
 
+    def limit_time(self, softly: Callable[[Job], object], hard: Callable[[Job], object]) -> None:
+        """Have these called with this job at its time limits, as far as it has any; on the event loop.
+
+        The time between the two begins at the first one, however late the loop is: of two cancellations in one turn of
+        the loop, a coroutine that catches the first never sees the second.
+        """
+        loop, soft_timeout, timeout = asyncio.get_running_loop(), self.soft_timeout, self.timeout
+
+        def exceeded_softly(seconds: float) -> None:
+            if timeout and timeout > seconds:
+                self.timers.append(loop.call_later(timeout - seconds, hard, self))
+            softly(self)
+
+        if soft_timeout:
+            self.timers.append(loop.call_later(soft_timeout, exceeded_softly, soft_timeout))
+        if timeout and not (soft_timeout and timeout > soft_timeout):
+            self.timers.append(loop.call_later(timeout, hard, self))
+
     def trace(self) -> Any:
         """Have Celery's tracer run or conclude the task, and return what it tells, with errors `without_frames`."""
         told = self.target(*self.args)

@@ -234,10 +234,7 @@ class AsyncioPool(BasePool):
         loop = asyncio.get_running_loop()
         job.coroutine = loop.create_task(run_coroutine(job), name=job.id)
         job.coroutine.add_done_callback(functools.partial(self._ended, job))
-        if job.soft_timeout:
-            job.timers.append(loop.call_later(job.soft_timeout, self._exceeded_softly, job))
-        if job.timeout:
-            job.timers.append(loop.call_later(job.timeout, self._exceeded, job))
+        job.limit_time(self._exceeded_softly, self._exceeded)
 
     def _ended(self, job: Job, coroutine: asyncio.Task[Any]) -> None:
         for timer in job.timers:

@@ -747,29 +747,31 @@ def test_the_soft_time_limit_fails_the_task(app: Celery, driver: Driver) -> None
     assert gate.left == [CancelReason.TIMEOUT]
 
 
-def test_the_hard_time_limit_abandons_the_outcome(app: Celery, driver: Driver) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "a loop that stands still over both limits"])
+def test_the_hard_time_limit_abandons_the_outcome(app: Celery, driver: Driver, late: bool) -> None:
     notes = Notes()
-    going_on = threading.Event()
+    begun = threading.Event()
     ended: list[int] = []
 
     async def stubborn() -> str:
+        begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             try:
-                going_on.set()
                 await asyncio.Event().wait()  # goes on after the soft limit
             finally:
                 ended.append(1)
         return "never"
 
-    job = driver.apply(registered(app, stubborn), notes=notes, soft_timeout=0.03, timeout=600.0)
-    assert going_on.wait(20)
-    driver.pool._loop.call(driver.pool._exceeded, job)  # as its timer does, however close to the soft one's
+    job = driver.apply(registered(app, stubborn), notes=notes, soft_timeout=0.03, timeout=0.08)
+    if late:
+        assert begun.wait(20)
+        driver.pool._loop.call(time.sleep, 0.2)
     wait_until(lambda: job.state is RunState.FINISHED and len(notes.told) == 3)
-    assert notes.told[1:] == [("timeout", True, 0.03), ("timeout", False, 600.0)]
+    assert notes.told[1:] == [("timeout", True, 0.03), ("timeout", False, 0.08)]
     assert ended == [1]
-    assert driver.pool.info["in-flight"] == 0
+    wait_until(lambda: driver.pool.info["in-flight"] == 0)
 
 
 def test_the_workers_own_time_limit_is_the_default(app: Celery) -> None:
