@@ -203,9 +203,9 @@ def test_a_hook_that_blocks_beyond_the_hang_limit_loses_all_leases_and_the_worke
     with worker_on(redis_url, hang_limit=1.0) as worker:
         worker.claim("r1", "r2")
         ended = worker.run(blocking)
+        wait_until(lambda: "its leases are given up" in caplog.text, what="the hang to be told")
         wait_until(lambda: max(worker.lease_left("r1"), worker.lease_left("r2")) < 0, what="the leases to lapse")
-        assert "its leases are given up" in caplog.text
-        assert "Blocking.score" in caplog.text
+        wait_until(lambda: "Blocking.score" in caplog.text, what="the hook to be named")
         for lapsed in worker.store.lapsed():
             assert worker.store.requeue_lapsed(lapsed, HandBack.over("w1 hangs", counts=True)) is Requeue.REQUEUED
         worker.claim("r1", worker="w2")  # another one runs it; the other still waits
