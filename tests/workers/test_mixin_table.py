@@ -59,6 +59,6 @@ def test_state_keys_are_fields_of_the_result() -> None:
 
 
 def test_stages_are_logged_under_their_names() -> None:
-    source = (Path(workers.__file__).parent / "rollout.py").read_text()
+    source = "".join((Path(workers.__file__).parent / name).read_text() for name in ("attempt.py", "rollout.py"))
     assert [stage for stage in STAGES if f'log(rollout, "{stage}"' not in source] == []
     assert all(f"``{stage}``" in TABLE for stage in STAGES)
