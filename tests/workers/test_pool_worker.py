@@ -235,7 +235,7 @@ class Worker:
         return self.directory / name
 
     def until(self, name: str) -> None:
-        wait_until(self.path(name).exists, what=name)
+        wait_until(lambda: self.lines(name), what=name)
 
     def lines(self, name: str) -> list[str]:
         path = self.path(name)
