@@ -49,10 +49,22 @@ class Prime:
         return asyncio.run(main())
 
     async def until(self, predicate: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + 15
+        end = time.monotonic() + 30
         while not predicate():
-            assert time.monotonic() < end, f"waited 15 s for {what}"
+            assert time.monotonic() < end, f"waited 30 s for {what}"
             await asyncio.sleep(0.005)
+
+    async def together(self, begun: Callable[[], object]) -> None:
+        """Wait for ``begun`` with the event loop's clock standing still: all that begins meanwhile does so at once."""
+        loop, end = asyncio.get_running_loop(), time.monotonic() + 30
+        now = loop.time()
+        loop.time = lambda: now  # type: ignore[method-assign]
+        try:
+            while not begun():
+                assert time.monotonic() < end, "waited 30 s for all to begin"
+                await asyncio.sleep(0)
+        finally:
+            del loop.time
 
     def check(self) -> None:
         """Nothing is left on the platform, and nothing was asked that no correct client asks."""

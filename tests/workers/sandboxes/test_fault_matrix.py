@@ -33,7 +33,7 @@ from workers.sandboxes.prime import PrimeJob, PrimeSandboxes
 pytestmark = pytest.mark.xdist_group("sandbox-matrix")
 
 #: Platforms side by side. On the last ones a creation does not bring a token, which is asked for then.
-LANES, TOKEN_LANES = 8, 1
+LANES, TOKEN_LANES = 11, 1
 #: More than once, as often as the time goes.
 MANY = 0
 
@@ -371,7 +371,7 @@ async def launch(lane: Lane) -> None:
 async def command(lane: Lane) -> None:
     sandbox = await lane.sandbox()
     lane.arm()
-    assert await sandbox.execute_command("echo hi", timeout=1) == CommandResult(0, "hi\n", "")
+    assert await sandbox.execute_command("echo hi", timeout=2) == CommandResult(0, "hi\n", "")
 
 
 async def upload(lane: Lane) -> None:
@@ -458,20 +458,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
 
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
-    """Have calls give up after a second or two, and tries follow each other soon.
+    """Have calls give up after two or three seconds, and tries follow each other soon.
 
     Not sooner: what is answered must be answered in time on a busy machine too, and a second time where it is to be
     asked twice.
     """
     for name in ("CREATE_LIMIT", "CONTEXT_LIMIT", "DELETE_LIMIT", "COMMAND_GRACE", "LAUNCH_LIMIT"):
-        patch.setattr(prime_client, name, 1.2)
-    patch.setattr(prime_client, "STATUS_LIMIT", 2.0)  # the SDK is given these two in whole seconds
-    patch.setattr(prime_client, "TRANSFER_LIMIT", 3.95)
+        patch.setattr(prime_client, name, 2.5)
+    patch.setattr(prime_client, "STATUS_LIMIT", 3.0)  # the SDK is given these two in whole seconds
+    patch.setattr(prime_client, "TRANSFER_LIMIT", 5.95)
     patch.setattr(prime_lifecycle, "CREATE_TRIES", 2)
     patch.setattr(prime_lifecycle, "RATE_TRIES", 3)
     patch.setattr(prime_lifecycle, "LOOKS", (0.0, 0.1, 0.2))
-    patch.setattr(prime_lifecycle, "REACH_LIMIT", 4.0)
-    patch.setattr(prime_lifecycle, "DELETE_LIMIT", 2.2)
+    patch.setattr(prime_lifecycle, "REACH_LIMIT", 7.5)
+    patch.setattr(prime_lifecycle, "DELETE_LIMIT", 6.0)
     patch.setattr(prime_output, "TRIES", 2)
     patch.setattr(polls, "BACKOFF", 0.1)
     execute = prime_client.Platform.execute
@@ -564,7 +564,7 @@ def test_a_sandbox_that_is_paused_before_it_is_ready_is_waited_for_until_its_tim
     prime = own_prime(start_seconds=30)
 
     async def body(sandboxes: PrimeSandboxes) -> None:
-        creating = asyncio.create_task(sandboxes.create(spec(ttl=0.8)).__aenter__())
+        creating = asyncio.create_task(sandboxes.create(spec(ttl=2.5)).__aenter__())
         await prime.until(prime.sandboxes, "the sandbox")
         prime.emulator.end_sandbox(status="PAUSED", error_type=None, message=None)
         with pytest.raises(SandboxError, match="time to live") as raised:

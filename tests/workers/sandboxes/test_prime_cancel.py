@@ -112,22 +112,38 @@ def test_waiting_in_our_own_queue_stops_the_phases_deadline(
     prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prime_client, "CREATE_LIMIT", 30.0)
-    prime.fault("create_sandbox", delay=2.0)
+    create, may_ask = prime_client.Platform.create, asyncio.Event()
+    clocks: list[asyncio.Timeout] = []
 
-    async def one(sandboxes: PrimeSandboxes, seconds: float) -> None:
-        async with deadline(seconds):
+    async def create_when_it_may(*args: Any) -> tuple[str, str]:
+        await may_ask.wait()
+        return await create(*args)
+
+    monkeypatch.setattr(prime_client.Platform, "create", create_when_it_may)
+
+    async def one(sandboxes: PrimeSandboxes) -> None:
+        async with deadline(30) as clock:
+            clocks.append(clock)
             context = sandboxes.create(spec())
             await context.__aenter__()
+            assert clock.when() is not None, "it goes on when the turn has come"
         await context.__aexit__(None, None, None)
 
     async def body(sandboxes: PrimeSandboxes) -> None:
-        # The second one has less time than it waits for the first, and more than it takes itself.
-        await asyncio.gather(one(sandboxes, 60), one(sandboxes, 1.9))
+        together = asyncio.gather(one(sandboxes), one(sandboxes))
+        await prime.until(lambda: len(clocks) == 2 and clocks[1].when() is None, "the second one's clock to stop")
+        assert clocks[0].when() is not None
+        may_ask.set()
+        await together
 
     prime.run(body, concurrent_creates=1)
 
 
-def test_creations_that_are_cancelled_at_any_moment_leave_nothing(prime: Prime, spec: Spec) -> None:
+def test_creations_that_are_cancelled_at_any_moment_leave_nothing(
+    prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime_client, "CREATE_LIMIT", 30.0)  # they end by their cancellation alone
+
     async def life(sandboxes: PrimeSandboxes) -> None:
         async with sandboxes.create(spec()) as sandbox:
             await (await sandbox.start_job("sleep 60")).wait()
