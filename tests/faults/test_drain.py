@@ -26,6 +26,10 @@ from workers.local import LocalStack
 
 #: Seconds for the systems of a worker to close; its own default is for a platform that is far away.
 CLOSE_LIMIT = 3.0
+#: Seconds that all else may take that ends with a worker, on a busy machine; what hangs here would hang for a minute.
+BUSY = 17.0
+#: Seconds of a drain in which some rollouts end: they have to hear of it, be looked at, and cleared up.
+DRAIN = 6.0
 SETTINGS = {"ROLLOUTS_ORPHAN_INTERVAL": "0.5", "ROLLOUTS_DRAIN_TIMEOUT": "600"}
 
 
@@ -124,7 +128,7 @@ def test_a_platform_that_hangs_delays_no_shutdown_and_nothing_is_left_one_sweep_
     wanted = requests(3, run_command=agents.command(), max_attempts=1)
     results = results_of(stack.redis_url, wanted, end)
 
-    assert took[0] < CLOSE_LIMIT + 7, f"it took {took[0]:.1f} s to end"
+    assert took[0] < CLOSE_LIMIT + BUSY, f"it took {took[0]:.1f} s to end"
     assert {(r.stop_condition, r.attempt) for r in results} == {(StopCondition.COMPLETED, 2)}
 
 
@@ -133,7 +137,7 @@ def test_a_sigterm_with_rollouts_running_loses_none_and_leaves_nothing(
 ) -> None:
     """Those that end within the drain have ended there; the others run elsewhere, and spend no attempt for it."""
     stack, emulator, start = prime
-    worker = start(ROLLOUTS_DRAIN_TIMEOUT="3")
+    worker = start(ROLLOUTS_DRAIN_TIMEOUT=str(DRAIN))
     quick = agents.directory / "quick"
     in_time = f"echo x >> {agents.directory}/started; until [ -e {quick} ]; do sleep 0.05; done"
     wanted = [
@@ -147,7 +151,7 @@ def test_a_sigterm_with_rollouts_running_loses_none_and_leaves_nothing(
         first = set(emulator.leaked()["sandboxes"])
         (tunnel,) = emulator.tunnels()
         began = time.monotonic()
-        worker.terminate()
+        worker.process.send_signal(signal.SIGTERM)
         quick.touch()
         assert worker.process.wait(60) == 0
         took.append(time.monotonic() - began)
@@ -159,7 +163,7 @@ def test_a_sigterm_with_rollouts_running_loses_none_and_leaves_nothing(
 
     results = results_of(stack.redis_url, wanted, drain)
 
-    assert took[0] < 3 + CLOSE_LIMIT + 7, f"it took {took[0]:.1f} s to end"
+    assert took[0] < DRAIN + CLOSE_LIMIT + BUSY, f"it took {took[0]:.1f} s to end"
     by_example = {str(r.example_id): (r.stop_condition, r.attempt) for r in results}
     assert by_example == {
         **{str(n): (StopCondition.COMPLETED, 2) for n in range(3)},
@@ -178,7 +182,7 @@ def test_a_cold_shutdown_while_finished_rollouts_are_cleaned_up_keeps_their_resu
     emulator.fault("delete_sandbox", delay=3.0, times=None)
 
     def end() -> None:
-        wait_until(lambda: emulator.requests().get("delete_sandbox") == 3, what="the clean-up of all three")
+        wait_until(lambda: emulator.requests().get("delete_sandbox", 0) >= 3, what="the clean-up of all three")
         worker.process.send_signal(how)
         worker.process.wait(60)
         emulator.clear_faults()
@@ -234,5 +238,5 @@ def test_a_hook_that_blocks_its_thread_for_ever_does_not_keep_the_process(tmp_pa
         wanted = request(environment="stuck", environment_args=arguments, run_command="true", max_attempts=1)
         (result,) = results_of(stack.redis_url, [wanted], end)
 
-    assert took[0] < CLOSE_LIMIT + 7, f"it took {took[0]:.1f} s to end"
+    assert took[0] < CLOSE_LIMIT + BUSY, f"it took {took[0]:.1f} s to end"
     assert (result.stop_condition, result.attempt) == (StopCondition.COMPLETED, 2)

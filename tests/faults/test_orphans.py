@@ -86,7 +86,8 @@ def test_what_a_killed_worker_left_is_gone_one_sweep_later_and_what_runs_on_is_u
         assert by_example.pop("last").stop_condition is StopCondition.HAS_ERROR
         assert {(r.stop_condition, r.attempt) for r in by_example.values()} == {(StopCondition.COMPLETED, 2)}
         assert len(by_example) == 10
-        assert took[0] < 12, f"it took {took[0]:.1f} s: a lease, and six seconds until the worker is known to be dead"
+        # A lease, six seconds until the worker is known to be dead, and what a busy machine takes.
+        assert took[0] < 20, f"it took {took[0]:.1f} s"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["its name is gone", "its name lives on"])

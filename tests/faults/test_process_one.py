@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,13 @@ def draining(stack: LocalStack, worker: Contained) -> None:
     wait_until(lambda: b'"draining"' in (client.get(key) or b""), what="the report to say that it drains")
 
 
-def named(root: psutil.Process, name: str) -> list[psutil.Process]:
-    return [process for process in root.children(recursive=True) if process.name() == name]
+def orphans_of(init: psutil.Process) -> list[psutil.Process]:
+    """Return the agents' sleeping processes whose parent is process 1."""
+    found = []
+    for process in init.children():
+        with suppress(psutil.NoSuchProcess):  # it has been reaped meanwhile
+            found += [process] if process.name() == "sleep" else []
+    return found
 
 
 def test_sigterm_drains_and_what_agents_left_behind_is_reaped(stack: LocalStack, start: Start, agents: Any) -> None:
@@ -105,8 +111,8 @@ def test_sigterm_drains_and_what_agents_left_behind_is_reaped(stack: LocalStack,
     def drain() -> None:
         wait_until(lambda: len(agents.starts()) == 3)
         # Started by a process that has ended since: process 1 is its parent now, and nobody else will wait for it.
-        wait_until(lambda: len([p for p in worker.init.children() if p.name() == "sleep"]) == 3, what="the orphans")
-        orphans = [p for p in worker.init.children() if p.name() == "sleep"]
+        wait_until(lambda: len(orphans_of(worker.init)) == 3, what="the orphans")
+        orphans = orphans_of(worker.init)
         for orphan in orphans:
             orphan.kill()
         wait_until(lambda: not any(psutil.pid_exists(p.pid) for p in orphans), what="the zombies to be reaped")
