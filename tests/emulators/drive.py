@@ -28,7 +28,7 @@ def settle(monkeypatch: pytest.MonkeyPatch, emulator: PrimeEmulator) -> None:
 
 def run(test: Callable[[AsyncSandboxClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncSandboxClient() as client:
+        async with asyncio.timeout(60), AsyncSandboxClient() as client:
             await test(client)
 
     asyncio.run(main())
@@ -63,7 +63,7 @@ async def completed(client: AsyncSandboxClient, job: BackgroundJob) -> int:
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await condition():
             await asyncio.sleep(0.01)
 
@@ -108,7 +108,7 @@ async def tunnel_to(port: int, **options: Any) -> AsyncIterator[Tunnel]:
 
 def go(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await main()
 
     asyncio.run(bounded())

@@ -169,7 +169,7 @@ class TestStates:
         run(test)
 
     def test_a_first_use_builds_the_image(self, emulator: PrimeEmulator) -> None:
-        emulator.image("new:1", build_seconds=0.7)
+        emulator.image("new:1", build_seconds=3.0)
 
         async def test(client: AsyncSandboxClient) -> None:
             first = await client.create(a_request(docker_image="new:1"))
@@ -210,7 +210,7 @@ class TestStates:
         run(test)
 
     def test_a_lifetime_ends_a_sandbox(self, own: Callable[..., PrimeEmulator]) -> None:
-        emulator = own(minute_seconds=1.0)
+        emulator = own(minute_seconds=3.0)
 
         async def test(client: AsyncSandboxClient) -> None:
             sandbox = await client.create(a_request(timeout_minutes=1))

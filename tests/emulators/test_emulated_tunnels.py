@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +190,10 @@ class TestTunnels:
 
     def test_nobody_listens_on_the_local_port(self, emulator: PrimeEmulator) -> None:
         async def main() -> None:
-            async with local_server(echo) as port:
-                pass
-            async with tunnel_to(port) as tunnel, httpx.AsyncClient() as http:
-                assert (await http.get(f"{tunnel.url}/x")).status_code == 502
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))  # so that nobody else can begin to listen
+                async with tunnel_to(taken.getsockname()[1]) as tunnel, httpx.AsyncClient() as http:
+                    assert (await http.get(f"{tunnel.url}/x")).status_code == 502
 
         go(main)
 

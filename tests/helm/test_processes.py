@@ -179,12 +179,17 @@ def test_the_rendered_door_opens_and_ends_in_time(helm4: Helm, tmp_path: Path) -
 
 def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -> None:
     url = f"http://127.0.0.1:{cluster.ports['admin']}/metrics"
-    assert httpx.get(url).status_code == 401
-    metrics = httpx.get(url, headers={"Authorization": f"Bearer {worker['ROLLOUTS_ADMIN_TOKEN']}"})
+    assert httpx.get(url, timeout=30).status_code == 401
+
+    def told() -> httpx.Response:
+        return httpx.get(url, headers={"Authorization": f"Bearer {worker['ROLLOUTS_ADMIN_TOKEN']}"}, timeout=30)
+
+    counted = f'rollouts_finished_total{{error="",outcome="completed"}} {ROLLOUTS}.0'
+    wait_until(lambda: counted in told().text, what="the last rollout to be counted, whose result is there before")
+    metrics = told()
     assert metrics.status_code == 200
-    assert f'rollouts_finished_total{{error="",outcome="completed"}} {ROLLOUTS}.0' in metrics.text
     assert all(f'rollouts_serves{{queue="{queue}"}} 1.0' in metrics.text for queue in ("rollouts", "short"))
-    gateway = httpx.get(f"http://127.0.0.1:{cluster.ports['gateway']}/metrics")
+    gateway = httpx.get(f"http://127.0.0.1:{cluster.ports['gateway']}/metrics", timeout=30)
     for answer in (metrics, gateway):
         command = [promtool(), "check", "metrics"]
         checked = subprocess.run(command, input=answer.content, capture_output=True, check=False)

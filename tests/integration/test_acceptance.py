@@ -102,7 +102,7 @@ def test_status_shows_the_worker(stack: LocalStack) -> None:
 def test_the_worker_says_what_is_wrong_with_its_settings() -> None:
     environ = {"ROLLOUTS_ENVIRONMENTS": "nowhere:Nothing"}
     ended = subprocess.run(
-        [*ROLLOUTS, "worker"], env=os.environ | environ, capture_output=True, text=True, timeout=30, check=False
+        [*ROLLOUTS, "worker"], env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 2
     assert "ROLLOUTS_ENVIRONMENTS: cannot import 'nowhere'" in ended.stderr
@@ -114,7 +114,7 @@ def test_up_runs_a_fleet_until_it_is_killed_and_leaves_nothing(tmp_path: Path) -
         up = subprocess.Popen([*ROLLOUTS, "up"], stdout=output, stderr=output, start_new_session=True)
     children: list[psutil.Process] = []
     try:
-        wait_until(lambda: "The fleet is up" in log.read_text() or up.poll() is not None, timeout=40)
+        wait_until(lambda: "The fleet is up" in log.read_text() or up.poll() is not None, timeout=60)
         assert up.poll() is None, log.read_text()
         url = next(
             line.split("=", 1)[1] for line in log.read_text().splitlines() if "export ROLLOUTS_REDIS_URL=" in line
@@ -125,4 +125,11 @@ def test_up_runs_a_fleet_until_it_is_killed_and_leaves_nothing(tmp_path: Path) -
     finally:
         up.send_signal(signal.SIGKILL)
         up.wait()
-    wait_until(lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE])
+    wait_until(lambda: not any(map(lives, children)))
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -57,11 +57,11 @@ class Matrix(Environment):
         while gate.exists():
             await asyncio.sleep(0.01)
         await rollout.sandbox.upload_bytes("/tmp/in", b"x")
-        assert (await rollout.sandbox.execute_command("cat /tmp/in", timeout=2)).stdout == "x"
+        assert (await rollout.sandbox.execute_command("cat /tmp/in", timeout=3)).stdout == "x"
 
     async def score(self, rollout):
         assert await rollout.sandbox.download("/tmp/in") == b"x"
-        return float((await rollout.sandbox.execute_command("echo 1", timeout=2)).stdout)
+        return float((await rollout.sandbox.execute_command("echo 1", timeout=3)).stdout)
 """
 
 S500: dict[str, Any] = {"status": 500}
@@ -264,7 +264,7 @@ def test_300_rollouts_at_once(fleet: Fleet, emulator: PrimeEmulator) -> None:
     (key,) = client.keys(broker.worker_key("*"))
     wait_until(lambda: json.loads(client.get(key))["running"] == 0, what="the worker's report")  # type: ignore[arg-type]
     lag = json.loads(client.get(key))["loop_lag_ms"]  # type: ignore[arg-type]
-    assert 0 < lag["p99"] < 2000, "no stall; the benchmark holds the 100 ms, on a machine of its own"
+    assert 0 < lag["p99"] < 6000, "no stall; the benchmark holds the 100 ms, on a machine of its own"
 
 
 # -- one fault for each of many rollouts at once -----------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Aimed:
         self.sandboxes: dict[str, int] = {}
 
     def request(self, name: str, fault: dict[str, Any]) -> RolloutRequest:
-        short = {"setup": 4, "score": 4, "cleanup": 4} if fault.get("hang") else {}
+        short = {"setup": 8, "score": 8, "cleanup": 8} if fault.get("hang") else {}
         return request(
             name,
             rollout_id=f"matrix-{name.replace(' ', '-')}",
@@ -357,21 +357,21 @@ def test_creations_that_hang_beyond_the_deadline_are_given_up_and_cleared_up(
     fleet: Fleet, emulator: PrimeEmulator
 ) -> None:
     """One that never happens hangs for the provider's minute; the worker would wait for it when it ends."""
-    emulator.fault("create_sandbox", status=503, delay=2.5)
+    emulator.fault("create_sandbox", status=503, delay=5.5)
     emulator.fault("create_sandbox", hang="after")
-    results = run(fleet, *(request(name, deadlines={"sandbox": 1.5}) for name in ("slow refusal", "lost answer")))
+    results = run(fleet, *(request(name, deadlines={"sandbox": 4.5}) for name in ("slow refusal", "lost answer")))
     for result in results.values():
         assert ending(result) == second(Phase.SANDBOX)
-        assert "deadline of 1.5" in result.failed_attempts[0].error.message
+        assert "deadline of 4.5" in result.failed_attempts[0].error.message
 
 
 def test_a_first_build_of_an_image_that_takes_longer_than_the_deadline(fleet: Fleet, emulator: PrimeEmulator) -> None:
     emulator.image("slow/build:1", build_seconds=60)
     made = len(emulator.sandboxes())
-    result = run(fleet, request(image="slow/build:1", deadlines={"sandbox": 0.5}, max_attempts=1))["one"]
+    result = run(fleet, request(image="slow/build:1", deadlines={"sandbox": 2.5}, max_attempts=1))["one"]
     assert result.error is not None
     assert (result.error.kind, result.error.phase, result.attempt) == (ErrorKind.SANDBOX, Phase.SANDBOX, 2)
-    assert "deadline of 0.5" in result.error.message
+    assert "deadline of 2.5" in result.error.message
     assert len(emulator.sandboxes()) - made == 2
 
 

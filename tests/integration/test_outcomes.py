@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from celery import Celery
-from support import free_port, wait_until
+from support import wait_until
 
 from producer import Producer, RolloutRequest, RolloutResult, broker
 from producer.contract import ErrorKind, Phase, StopCondition
@@ -36,6 +37,14 @@ def request(**fields: Any) -> RolloutRequest:
 def one(run: Any, **fields: Any) -> RolloutResult:
     (result,) = run(request(**fields))
     return result
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """A URL at which nobody listens, nor can anybody begin to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def error_of(result: RolloutResult) -> tuple[ErrorKind, str]:
@@ -81,7 +90,7 @@ def test_an_agent_that_exits_3_runs_again_where_that_is_asked_for(run: Any, agen
 
 
 def test_an_agent_that_never_ends(run: Any) -> None:
-    result = one(run, run_command="echo thinking; sleep 600", deadlines={"agent": 0.5})
+    result = one(run, run_command="echo thinking; sleep 600", deadlines={"agent": 3})
     assert result.stop_condition is StopCondition.AGENT_TIMEOUT
     assert (result.agent_timed_out, result.agent_exit_code, result.agent_stdout) == (True, None, "thinking\n")
 
@@ -114,8 +123,8 @@ def test_a_missing_run_command_is_an_invalid_request(run: Any) -> None:
     assert (kind, message.split(":")[0]) == (ErrorKind.INVALID_REQUEST, "run_command")
 
 
-def test_an_unreachable_gateway_names_it(run: Any) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+def test_an_unreachable_gateway_names_it(run: Any, nobody: str) -> None:
+    url = nobody
     kind, message = error_of(one(run, gateway_url=url, run_command="true"))
     assert kind is ErrorKind.GATEWAY
     assert url in message
@@ -145,9 +154,8 @@ def test_another_gateway_is_not_sent_our_control_key(run: Any, stack: LocalStack
     assert stack.control_key not in json.dumps(seen)
 
 
-def test_a_failing_rollout_is_tried_again_and_the_last_failure_is_its_result(run: Any) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    result = one(run, gateway_url=url, run_command="true", max_attempts=2)
+def test_a_failing_rollout_is_tried_again_and_the_last_failure_is_its_result(run: Any, nobody: str) -> None:
+    result = one(run, gateway_url=nobody, run_command="true", max_attempts=2)
     assert error_of(result)[0] is ErrorKind.GATEWAY
     assert result.attempt == 2
 
@@ -263,7 +271,7 @@ def test_a_running_rollout_is_cancelled_at_once_and_cleans_up(
     assert result.stop_condition is StopCondition.CANCELLED
     assert result.error is not None
     assert (result.error.kind, result.error.phase) == (ErrorKind.CANCELLED, Phase.AGENT)
-    assert sandboxes_left() == []
+    wait_until(lambda: not sandboxes_left(), what="no sandbox")
 
 
 def test_celerys_own_revoke_cancels_too(stack: LocalStack, agents: Any) -> None:
@@ -288,7 +296,7 @@ def test_inspect_active_shows_running_rollouts_and_no_request(stack: LocalStack,
             await asyncio.to_thread(wait_until, agents.starts)
             app = Celery(set_as_current=False)
             app.config_from_object(broker.celery_config(stack.redis_url))
-            active = await asyncio.to_thread(app.control.inspect(timeout=1).active)
+            active = await asyncio.to_thread(app.control.inspect(timeout=20, limit=1).active)
             app.close()
             assert handle.rollout_id in json.dumps(active)
             agents.release()
@@ -302,7 +310,7 @@ def test_inspect_active_shows_running_rollouts_and_no_request(stack: LocalStack,
 def test_nothing_is_left_after_all_that(stack: LocalStack, sandboxes_left: Callable[[], list[object]]) -> None:
     client = redis.Redis.from_url(stack.redis_url)
     wait_until(lambda: client.zcard(broker.RUNNING) == client.zcard(broker.PENDING) == 0)
-    assert client.hlen("unacked") == 0
+    wait_until(lambda: client.hlen("unacked") == 0, what="no message that is not acknowledged")
     wait_until(lambda: not sandboxes_left(), what="no sandbox")
     log = Path(stack.logs["worker1"]).read_text()
     for stage in (

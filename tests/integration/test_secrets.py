@@ -107,6 +107,7 @@ class Fleet:
                 b"set": lambda k: [*self.client.smembers(k)],
                 b"zset": lambda k: self.client.zrange(k, 0, -1),
                 b"stream": lambda k: [repr(self.client.xrange(k)).encode()],
+                b"none": lambda k: [],  # it has expired meanwhile
             }[self.client.type(key)](key)
             for value in filter(None, values):
                 yield value
