@@ -19,7 +19,7 @@ def requests(count: int, **fields: Any) -> list[RolloutRequest]:
 
 
 def results_of(
-    url: str, wanted: list[RolloutRequest], meanwhile: Callable[[], object] = lambda: None, timeout: float = 60
+    url: str, wanted: list[RolloutRequest], meanwhile: Callable[[], object] = lambda: None, timeout: float = 100
 ) -> list[RolloutResult]:
     """Submit ``wanted``, do ``meanwhile`` in a thread, and return the results in the order of completion.
 

@@ -112,7 +112,7 @@ def test_the_tunnel_of_a_worker_that_was_killed_while_it_was_idle_does_not_wait_
         else:
             stack._start_workers()
         # Six seconds of silence or ten of age, and one interval; the rest is the start of a worker.
-        wait_until(lambda: tunnel["tunnel_id"] not in emulator.leaked()["tunnels"], timeout=40, what="its tunnel to go")
+        wait_until(lambda: tunnel["tunnel_id"] not in emulator.leaked()["tunnels"], timeout=80, what="its tunnel to go")
         assert client.exists(broker.LABELS_SWEPT), "nobody has looked by label"
         (result,) = results_of(stack.redis_url, [request(run_command="true")], lambda: None)
         assert result.stop_condition is StopCondition.COMPLETED

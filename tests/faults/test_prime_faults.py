@@ -99,7 +99,7 @@ def test_100_rollouts_survive_a_kill_of_frpc_in_their_first_attempt(
     platform: Platform, runs: Runs, agents: Any
 ) -> None:
     def kill() -> None:
-        wait_until(lambda: len(agents.starts()) == 100, timeout=45, what="100 agents past their first call")
+        wait_until(lambda: len(agents.starts()) == 100, timeout=90, what="100 agents past their first call")
         before = platform.tunnel()
         platform.kill_frpc()
         wait_until(lambda: platform.tunnel()["frpc_pid"] != before["frpc_pid"], what="the restart")
@@ -138,7 +138,7 @@ def test_100_rollouts_of_a_deleted_tunnel_fail_with_their_turns_and_complete_on_
     wanted = requests(100, run_command=agents.patient(patience=PATIENCE))
 
     def delete() -> None:
-        wait_until(lambda: len(agents.starts()) == 100, timeout=45, what="100 agents past their first call")
+        wait_until(lambda: len(agents.starts()) == 100, timeout=90, what="100 agents past their first call")
         client = redis.Redis.from_url(fleet[0].redis_url)
         old.append(platform.tunnel()["tunnel_id"])
         platform.delete_tunnel()
@@ -255,7 +255,7 @@ def test_rollouts_that_are_cancelled_while_their_sandboxes_are_created_leave_not
     platform.fault("create_sandbox", times=None, **fault)
 
     async def scenario() -> list[RolloutResult]:
-        async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(45):
+        async with Producer(ProducerSettings(redis_url=stack.redis_url)) as producer, asyncio.timeout(100):
             handles = [await producer.submit(r) for r in requests(20, run_command="true")]
             await asyncio.to_thread(wait_until, lambda: platform.requests().get("create_sandbox", 0) >= 20)
             for handle in handles:

@@ -189,7 +189,7 @@ def test_messages_that_carry_their_request_outlast_a_redis_that_is_full_when_the
         assert left >= 20 - 2 - 2, "no worker has taken more than one, and one on its way"
         client.config_set("maxmemory", 0)
         keys = [broker.result_key(each.rollout_id) for each in wanted]
-        wait_until(lambda: client.exists(*keys) == 20, timeout=40, what="all results")
+        wait_until(lambda: client.exists(*keys) == 20, timeout=80, what="all results")
         found = [RolloutResult.parse(broker.decode_result(client.get(key))["result"]) for key in keys]
 
     assert {r.stop_condition for r in found} == {StopCondition.COMPLETED}

@@ -82,7 +82,7 @@ def test_redis_restarts_under_100_running_rollouts_and_each_runs_once(
     with fleet(tmp_path, concurrency=120, redis_url=own_redis.url) as stack:
 
         def restart() -> None:
-            wait_until(lambda: len(agents.starts()) == 100, timeout=40, what="100 running agents")
+            wait_until(lambda: len(agents.starts()) == 100, timeout=80, what="100 running agents")
             client = redis.Redis.from_url(own_redis.url)
             wait_until(lambda: client.zcard(broker.RUNNING) == 100)
             own_redis.stop(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_a_redis_outage_of_more_than_a_ttl_costs_no_running_rollout_and_the_work
     with fleet(tmp_path, concurrency=30, redis_url=own_redis.url) as stack:
 
         def outage() -> None:
-            wait_until(lambda: len(agents.starts()) == 20, timeout=40, what="20 running agents")
+            wait_until(lambda: len(agents.starts()) == 20, timeout=80, what="20 running agents")
             client = redis.Redis.from_url(own_redis.url)
             wait_until(lambda: client.zcard(broker.RUNNING) == 20)
             own_redis.stop(signal.SIGTERM)
@@ -152,7 +152,7 @@ def test_a_redis_that_takes_no_writes_for_more_than_a_ttl_costs_no_rollout_and_n
 
         def outage() -> None:
             client = redis.Redis.from_url(own_redis.url)
-            wait_until(lambda: len(agents.starts()) == 25, timeout=40, what="25 running agents")
+            wait_until(lambda: len(agents.starts()) == 25, timeout=80, what="25 running agents")
             client.execute_command(*refuse.split())
             ends_now.touch()
             over = time.monotonic() + 1.2 * TTL

@@ -65,6 +65,6 @@ def run(stack: LocalStack) -> Run:
     return run
 
 
-async def collect(redis_url: str, wanted: list[RolloutRequest], timeout: float = 60) -> list[RolloutResult]:
+async def collect(redis_url: str, wanted: list[RolloutRequest], timeout: float = 100) -> list[RolloutResult]:
     async with Producer(ProducerSettings(redis_url=redis_url)) as producer, asyncio.timeout(timeout):
         return [result async for result in await producer.submit_many(wanted)]

@@ -225,7 +225,7 @@ def run(fleet: Fleet, *wanted: RolloutRequest, meanwhile: Any = None) -> dict[st
     """Run rollouts to their end; returns their results by example."""
 
     async def scenario() -> dict[str, RolloutResult]:
-        async with Producer(ProducerSettings(redis_url=fleet[0].redis_url)) as producer, asyncio.timeout(60):
+        async with Producer(ProducerSettings(redis_url=fleet[0].redis_url)) as producer, asyncio.timeout(100):
             batch = await producer.submit_many(wanted)
             doing = asyncio.create_task(meanwhile()) if meanwhile else None
             results = {str(result.example_id): result async for result in batch}

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 #: Version file of the frpc binary that prime-tunnel 0.1.15 looks for (`prime_tunnel.binary.FRPC_VERSION`).
 FRPC_VERSION = "0.66.0"
 #: Seconds that a call, the start, or the end of the server may take.
-CALL_LIMIT = 30.0
+CALL_LIMIT = 60.0
 READ_LIMIT = 10 * 1024 * 1024
 
 _TESTS = Path(__file__).resolve().parents[2]
