@@ -22,6 +22,7 @@ import uvloop
 
 from producer.contract import Phase, Resources
 from workers.errors import SandboxError
+from workers.reaper import Reaper
 from workers.sandboxes import files, local, process
 from workers.sandboxes.base import CommandResult, SandboxSpec
 from workers.sandboxes.local import LocalSandbox, LocalSandboxes
@@ -699,6 +700,31 @@ asyncio.run(main())
             await until(lambda: not any(tmp_path.iterdir()), "the removal of the directory")
 
         asyncio.run(check())
+
+
+def test_a_worker_that_is_killed_while_it_makes_its_directory_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes it is there before."""
+    found: list[list[Path]] = []
+    start = Reaper.start
+
+    def noting(directories: list[Path]) -> Reaper:
+        found.append([path for path in directories if path.exists()])
+        return start(directories)
+
+    monkeypatch.setattr(Reaper, "start", noting)
+
+    async def main() -> None:
+        sandboxes = LocalSandboxes(root=tmp_path)
+        async with sandboxes.create(spec()):
+            (directory,) = tmp_path.iterdir()
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        await sandboxes.aclose()
+
+    asyncio.run(main())
+    assert found == [[]]
+    assert list(tmp_path.iterdir()) == []
 
 
 # Files

@@ -130,15 +130,15 @@ class LocalSandboxes(SandboxProvider):
     def _started(self) -> tuple[Path, Reaper]:
         """Return this provider's directory and its reaper, made at the first sandbox."""
         if self._base is None or self._reaper is None:
-            if self._root:
-                self._root.mkdir(parents=True, exist_ok=True)
-            base = Path(tempfile.mkdtemp(prefix="rollouts-", dir=self._root)).resolve()
+            base = (self._root or Path(tempfile.gettempdir())).resolve() / f"rollouts-{secrets.token_hex(8)}"
+            # Before the directory, which nobody would remove if this process were killed in between.
+            reaper = Reaper.start([base])
             try:
-                self._reaper = Reaper.start([base])
+                base.mkdir(mode=0o700, parents=True)
             except BaseException:
-                shutil.rmtree(base, ignore_errors=True)
+                reaper.close()
                 raise
-            self._base = base
+            self._base, self._reaper = base, reaper
         return self._base, self._reaper
 
 
