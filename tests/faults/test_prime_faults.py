@@ -90,6 +90,8 @@ def platform(fleet: tuple[LocalStack, PrimeEmulator]) -> Iterator[Platform]:
     fleet[1].clear_faults()
     fleet[1].limit_tunnels(None)
     wait_until(lambda: not fleet[1].leaked()["sandboxes"], what="no sandbox")
+    # What the next test runs must not meet what this one has broken.
+    wait_until(lambda: all(t["deleted"] or t["status"] == "connected" for t in fleet[1].tunnels()), what="the restart")
 
 
 # -- what the system that this follows gets wrong ----------------------------------------------------------------------
