@@ -14,9 +14,15 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from support import RedisServer
 
+from workers import children
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 hypothesis_settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.load_profile("any machine")
+
+# Each of the processes that run tests side by side has ports of its own: no two choose one at the same time.
+_process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+children.PORTS = children.PORTS[_process :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import random
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +74,15 @@ def end_children(children: Sequence[Child], grace: float) -> None:
         child.process.wait()
 
 
+@functools.cache
+def _ports_in_turn() -> Iterator[int]:
+    return itertools.cycle(random.sample(PORTS, len(PORTS)))
+
+
 def free_port() -> int:
-    """Return a port of `PORTS` on which nothing listens."""
+    """Return a port of `PORTS` on which nothing listens, and another one at the next call."""
     while True:
-        port = random.choice(PORTS)  # noqa: S311 - no secret
+        port = next(_ports_in_turn())
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((HOST, port))

@@ -225,3 +225,7 @@ def test_a_child_that_ignores_every_request_is_killed(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - began < 30, "it lives for 99 s"
     process.stdout.close()
+
+
+def test_ports_that_were_given_and_not_yet_listened_on_are_not_given_again() -> None:
+    assert len({free_port() for _ in range(500)}) == 500
