@@ -13,27 +13,35 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_clocks: ContextVar[tuple[asyncio.Timeout, ...]] = ContextVar("clocks", default=())
-
 
 class deadline:  # noqa: N801 - used as a function is, like `asyncio.timeout`
     """Bound what happens inside, as `asyncio.timeout` does, with a clock that `off_the_clock` can stop."""
 
-    __slots__ = ("_scope", "_token")
+    __slots__ = ("_over", "_token", "scope")
 
     def __init__(self, seconds: float | None) -> None:
-        self._scope = asyncio.timeout(seconds)
+        self.scope = asyncio.timeout(seconds)
+        self._over = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing to stop any more: tasks that were begun inside may go on afterwards."""
+        return self._over or self.scope.expired()
 
     async def __aenter__(self) -> asyncio.Timeout:
-        await self._scope.__aenter__()
-        self._token = _clocks.set((*_clocks.get(), self._scope))
-        return self._scope
+        await self.scope.__aenter__()
+        self._token = _clocks.set((*_clocks.get(), self))
+        return self.scope
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _clocks.reset(self._token)
-        await self._scope.__aexit__(kind, error, trace)
+        self._over = True
+        await self.scope.__aexit__(kind, error, trace)
+
+
+_clocks: ContextVar[tuple[deadline, ...]] = ContextVar("clocks", default=())
 
 
 @asynccontextmanager
@@ -44,16 +52,16 @@ async def off_the_clock() -> AsyncIterator[None]:
     to talk to, and must not look like one.
     """
     loop = asyncio.get_running_loop()
-    left = [(clock, clock.when()) for clock in _clocks.get() if not clock.expired()]
+    left = [(clock, clock.scope.when()) for clock in _clocks.get() if not clock.has_ended]
     stopped = [(clock, when - loop.time()) for clock, when in left if when is not None]
     for clock, _ in stopped:
-        clock.reschedule(None)
+        clock.scope.reschedule(None)
     try:
         yield
     finally:
         for clock, seconds in stopped:
-            if not clock.expired():
-                clock.reschedule(loop.time() + seconds)
+            if not clock.has_ended:
+                clock.scope.reschedule(loop.time() + seconds)
 
 
 @asynccontextmanager

@@ -96,6 +96,32 @@ def test_a_place_is_free_again_whatever_becomes_of_who_waited_for_it_or_held_it(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("begins", ["before the deadline's end", "after it"])
+def test_a_task_that_outlives_the_deadline_it_was_started_in_gets_its_place_and_gives_it_back(begins: str) -> None:
+    async def scenario() -> None:
+        places, go = asyncio.Semaphore(1), asyncio.Event()
+
+        async def waits() -> str:
+            await go.wait()
+            async with queued(places):
+                return "had its turn"
+
+        async with queued(places):
+            async with deadline(50):
+                left = asyncio.create_task(waits())
+                if begins == "before the deadline's end":
+                    go.set()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+            go.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert await left == "had its turn"
+        assert not places.locked()
+
+    asyncio.run(scenario())
+
+
 def test_a_cancellation_while_off_the_clock_passes_and_restores_it() -> None:
     async def scenario() -> str:
         try:

@@ -161,6 +161,30 @@ def test_creations_that_are_cancelled_at_any_moment_leave_nothing(
     assert all(sandbox["deleted"] for sandbox in prime.sandboxes())
 
 
+def test_a_cancelled_creation_that_must_queue_for_its_deletion_leaves_nothing(
+    prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime_lifecycle, "CONCURRENT_DELETES", 1)
+    prime.fault("create_sandbox", hang="after")
+
+    async def phase(sandboxes: PrimeSandboxes) -> None:
+        async with deadline(60):
+            await sandboxes.create(spec()).__aenter__()
+
+    async def body(sandboxes: PrimeSandboxes) -> None:
+        task = asyncio.create_task(phase(sandboxes))
+        await asked(prime, "create_sandbox")()
+        (here,) = sandboxes._on_loops.values()
+        async with here.lifecycle._deleting:  # others are deleted meanwhile
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await prime.until(lambda: here.lifecycle._deleting._waiters, "its place in the queue")
+
+    prime.run(body)
+    assert [sandbox["deleted"] for sandbox in prime.sandboxes()] == [True]
+
+
 # In a sandbox
 
 
