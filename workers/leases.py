@@ -182,14 +182,21 @@ class LeaseKeeper(threading.Thread):
         self._announce()
         if self._loop_hangs():
             return
-        held = self.held()
-        for rollout_id, renewal in self._store.renew(held).items():
-            (LEASE_LOSSES if renewal is Renewal.LOST else LEASE_RENEWALS).inc()
-            if renewal is Renewal.RENEWED:
+        held = dict(self.held())
+        for rollout_id, renewal in self._store.renew(held.items()).items():
+            if renewal is Renewal.LOST and not self._lose(rollout_id, held[rollout_id]):
                 continue
-            if renewal is Renewal.LOST:
-                self.drop(rollout_id)
-            self._on_lost(rollout_id, renewal)
+            (LEASE_LOSSES if renewal is Renewal.LOST else LEASE_RENEWALS).inc()
+            if renewal is not Renewal.RENEWED:
+                self._on_lost(rollout_id, renewal)
+
+    def _lose(self, rollout_id: str, attempt: int) -> bool:
+        """Stop keeping an attempt's lease; False when that was over before, and this worker may hold the next one."""
+        with self._lock:
+            if self._held.get(rollout_id) != attempt:
+                return False
+            del self._held[rollout_id]
+            return True
 
     def _loop_hangs(self) -> bool:
         """Whether the event loop has hung for too long."""

@@ -92,6 +92,30 @@ def test_a_lost_lease_is_told_once(redis_url: str) -> None:
         assert k.ended == [("r1", Renewal.LOST)]
 
 
+def test_a_loss_that_is_told_late_does_not_end_the_next_attempt_of_the_same_worker(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k = Keeping(redis_url, time.monotonic, hang_limit=300)
+    renew = k.store.renew
+
+    def late(held: list[tuple[str, int]]) -> dict[str, Renewal]:
+        """Renew when the attempt has been given back meanwhile, and the next one was claimed here."""
+        monkeypatch.setattr(k.store, "renew", renew)
+        how = HandBack.over("it failed")
+        assert k.store.release(RolloutRequest(rollout_id="r1", model="m"), 1, "w1", how) is Requeue.REQUEUED
+        k.keeper.drop("r1")
+        assert k.claim("r1").attempt == 2
+        return renew(held)
+
+    monkeypatch.setattr(k.store, "renew", late)
+    k.claim("r1")
+    k.keeper._renew()
+    assert k.ended == []
+    assert k.keeper.held() == [("r1", 2)]
+    k.store.client.close()
+    k.app.close()
+
+
 def test_a_cancel_reaches_the_worker_well_before_the_next_renewal(redis_url: str) -> None:
     with keeping(redis_url) as k:
         k.claim("r1")
