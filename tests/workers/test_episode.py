@@ -137,6 +137,37 @@ def test_an_episode_that_does_not_end_when_it_is_cancelled_is_not_waited_for() -
     on_thread(test)
 
 
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_an_episode_whose_task_wants_to_end_the_process_ends_alone(end: type[BaseException]) -> None:
+    began, exited = threading.Event(), threading.Event()
+
+    async def other() -> str:
+        began.set()
+        while not exited.is_set():
+            await asyncio.sleep(0)
+        return "went on"
+
+    async def reward() -> None:
+        exited.set()
+        raise end
+
+    async def exits() -> str:
+        try:
+            await asyncio.gather(reward())
+        except end:
+            return "ended"
+        return "not told"
+
+    async def test(thread: LoopThread) -> None:
+        running = asyncio.create_task(thread.run(other(), 1))
+        await asyncio.to_thread(began.wait, 20)
+        async with asyncio.timeout(20):
+            assert await thread.run(exits(), 1) == "ended"
+            assert await running == "went on"
+
+    on_thread(test)
+
+
 def test_what_an_episode_raises_is_raised_and_what_is_left_ends_with_the_thread() -> None:
     ended: list[bool] = []
 

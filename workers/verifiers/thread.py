@@ -65,7 +65,7 @@ class LoopThread:
 def _serve(loop: asyncio.AbstractEventLoop, name: str) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        _run(loop, name)
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -74,6 +74,16 @@ def _serve(loop: asyncio.AbstractEventLoop, name: str) -> None:
         logger.exception("the loop of %s did not end in order", name)
     finally:
         loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
+    """Run until the loop is stopped."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # Of a task that a user's code began, which fails with it; asyncio would end every other one with the loop.
+            logger.exception("%s: an episode's task wanted to end the process", name, extra={"stage": "verifiers"})
 
 
 class _Call(Generic[T]):
