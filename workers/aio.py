@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class deadline:  # noqa: N801 - used as a function is, like `asyncio.timeout`
@@ -182,3 +185,17 @@ async def in_own_thread(function: Callable[[], T], *, name: str) -> T:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await outcome
+
+
+def run_until_done(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> T:
+    """Run ``loop`` until ``future`` is done, and return what it returns.
+
+    A task in which somebody's code wants to end the process fails with that: asyncio would end the loop as well, and
+    with it whatever else runs there.
+    """
+    while not future.done():
+        try:
+            loop.run_until_complete(future)
+        except (SystemExit, KeyboardInterrupt):
+            logger.exception("a task wanted to end the process", extra={"stage": "loop"})
+    return future.result()

@@ -20,6 +20,8 @@ import uvloop
 from celery.worker.state import maybe_shutdown
 from vine import promise
 
+from workers.aio import run_until_done
+
 logger = logging.getLogger(__name__)
 
 
@@ -182,7 +184,8 @@ class LoopThread:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 try:
-                    runner.run(self._main())
+                    loop = runner.get_loop()
+                    run_until_done(loop, loop.create_task(self._main()))
                 finally:
                     self._exited.set()
         except BaseException as error:

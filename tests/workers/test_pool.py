@@ -178,6 +178,24 @@ def test_a_coroutine_that_exits_does_not_end_the_loop(app: Celery, driver: Drive
     assert driver.pool.did_start_ok()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_that_a_coroutine_began_and_that_exits_does_not_end_the_loop(
+    app: Celery, driver: Driver, error: BaseException
+) -> None:
+    async def leave() -> None:
+        raise error
+
+    async def gather() -> None:
+        await asyncio.gather(leave())
+
+    async def fine() -> int:
+        return 1
+
+    kind, failed, seen = driver.run(registered(app, gather))
+    assert (kind, failed, type(seen), seen.__cause__) == ("result", 1, RuntimeError, error)
+    assert driver.run(registered(app, fine)) == ("result", 0, 1)
+
+
 def test_a_cancellation_that_nobody_asked_for_fails_the_task(app: Celery, driver: Driver) -> None:
     async def cancel_itself() -> None:
         raise asyncio.CancelledError

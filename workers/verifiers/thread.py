@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from workers.aio import in_own_thread, uninterrupted
+from workers.aio import in_own_thread, run_until_done, uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Future[None] | None = None  # of that loop
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Coroutine[Any, Any, T], grace: float) -> T:
@@ -50,22 +51,24 @@ class LoopThread:
 
     async def aclose(self) -> None:
         """Cancel what still runs there, and end the thread."""
-        if self._thread is None or self._loop is None:
+        if self._thread is None or self._loop is None or self._stopped is None:
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopped.set_result, None)
         await in_own_thread(partial(self._thread.join, _STOP_LIMIT), name=f"{self._name}-end")
 
     def _begin(self) -> asyncio.AbstractEventLoop:
         self._loop = loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(loop, self._name), name=self._name, daemon=True)
+        self._stopped = loop.create_future()
+        serving = loop, self._stopped, self._name
+        self._thread = threading.Thread(target=_serve, args=serving, name=self._name, daemon=True)
         self._thread.start()
         return loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop, name: str) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, stopped: asyncio.Future[None], name: str) -> None:
     asyncio.set_event_loop(loop)
     try:
-        _run(loop, name)
+        run_until_done(loop, stopped)
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -74,16 +77,6 @@ def _serve(loop: asyncio.AbstractEventLoop, name: str) -> None:
         logger.exception("the loop of %s did not end in order", name)
     finally:
         loop.close()
-
-
-def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
-    """Run until the loop is stopped."""
-    while True:
-        try:
-            return loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):
-            # Of a task that a user's code began, which fails with it; asyncio would end every other one with the loop.
-            logger.exception("%s: an episode's task wanted to end the process", name, extra={"stage": "verifiers"})
 
 
 class _Call(Generic[T]):
