@@ -17,10 +17,11 @@ from workers.state import Rollout
 async def call_hook(environment: Environment, name: str, rollout: Rollout) -> Any:
     """Call ``environment.NAME(rollout)``; raises `EnvironmentHookError` naming the hook when it raises anything."""
     hook = getattr(environment, name)
-    with _naming(environment, name):
-        if inspect.iscoroutinefunction(hook):
+    if inspect.iscoroutinefunction(hook):
+        with _naming(environment, name):
             return await hook(rollout)
-        return await asyncio.to_thread(hook, rollout)
+    # Named in the thread: the future between takes no StopIteration, and whoever waits for it would wait for ever.
+    return await asyncio.to_thread(_naming(environment, name)(hook), rollout)
 
 
 def derive(environment: Environment, name: str, *args: object) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -704,6 +705,18 @@ def test_a_hook_cannot_end_the_worker(error: BaseException) -> None:
 
     assert result.error is not None
     assert (result.error.kind, len(result.trajectory)) == (ErrorKind.ENVIRONMENT, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration(), concurrent.futures.CancelledError()], ids=lambda e: type(e).__name__
+)
+def test_what_no_future_can_hold_is_told_when_a_plain_hook_raises_it(error: Exception) -> None:
+    environment = Scored()
+    environment.score = raising(error)  # type: ignore[method-assign]
+    told = run(World(), attempt_of(deadlines={"score": 30.0}), environment).error
+
+    assert told is not None
+    assert told.message == f"Scored.score raised {type(error).__name__}: "
 
 
 @pytest.mark.parametrize("scored", [float("nan"), float("inf"), {"reward": 1.0, "x": float("nan")}])
