@@ -100,9 +100,9 @@ class Fleet:
             await self._when_redis_answers(None, self._require_redis)
             fleet_id = await self._when_redis_answers(None, self.ledger.fleet_id)
             await self._when_redis_answers(None, self.store.uptime)  # what its clock tells now, to notice a jump
-            systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id)
+            beside = {"environments": self.environments.aclose}
+            systems = WorkerSystems(self.settings, self.worker, fleet_id=fleet_id, beside=beside)
             self.systems = await stack.enter_async_context(systems)
-            stack.push_async_callback(self.environments.aclose)
             self.orphans = Orphans(
                 self.ledger, self.systems, fleet_id, threads=self._threads, interval=self.settings.orphan_interval
             )

@@ -36,10 +36,13 @@ Close = Callable[[], Awaitable[object]]
 class WorkerSystems:
     """Holds providers and gateways while the worker runs: use it as an async context manager, on the worker's loop.
 
-    ``fleet_id`` is the fleet's identity (`workers.ledger.Ledger.fleet_id`), for the labels of what is created.
+    ``fleet_id`` is the fleet's identity (`workers.ledger.Ledger.fleet_id`), for the labels of what is created;
+    ``beside`` is what else ends with the worker, at the same time.
     """
 
-    def __init__(self, settings: WorkerSettings, worker: str, *, fleet_id: str = "") -> None:
+    def __init__(
+        self, settings: WorkerSettings, worker: str, *, fleet_id: str = "", beside: Mapping[str, Close] | None = None
+    ) -> None:
         self._settings = settings
         self._worker = worker
         self._allowed = AllowedGateways(settings.gateway_allow)
@@ -47,7 +50,7 @@ class WorkerSystems:
         self._labels = (f"fleet:{settings.fleet}", f"worker:{worker}", *identity)
         #: Tells this process from the next one of this name, for the labels of tunnels.
         self.process = secrets.token_hex(6)
-        self._closing: dict[str, Close] = {}
+        self._closing = dict(beside or {})
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> WorkerSystems:

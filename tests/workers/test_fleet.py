@@ -20,12 +20,14 @@ from support import RedisServer, free_port, wait_until
 
 from producer import broker
 from producer.contract import ErrorInfo, ErrorKind, FailedAttempt, Phase, RolloutRequest, RolloutResult
-from workers import claims
+from workers import claims, systems
 from workers.app import create_app
 from workers.history import HandBack
 from workers.jobs import Claim, Requeue
 from workers.leases import LeaseKeeper
 from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
+from workers.registry import Environments
+from workers.sandboxes.local import LocalSandboxes
 from workers.settings import WorkerSettings
 
 
@@ -537,6 +539,28 @@ def test_each_system_has_a_budget_of_its_own_for_failures_that_are_not_charged(
         return [await worker.fleet._excused(claim, error) for error in (gateway, sandbox)]
 
     assert asyncio.run(excused()) == [1, 1]
+
+
+def test_an_environment_that_does_not_end_keeps_no_system_open(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def hangs(_: Environments) -> None:
+        closed.append("environments")
+        await asyncio.Event().wait()
+
+    async def close(_: LocalSandboxes) -> None:
+        closed.append("sandboxes")
+
+    monkeypatch.setattr(Environments, "aclose", hangs)
+    monkeypatch.setattr(LocalSandboxes, "aclose", close)
+    monkeypatch.setattr(systems, "CLOSE_LIMIT", 0.1)
+    worker = Worker(redis_url, tmp_path)
+    began = time.monotonic()
+    worker.close()
+    assert sorted(closed) == ["environments", "sandboxes"]
+    assert time.monotonic() - began < worker.pool.lifespan_grace
 
 
 def test_a_shutdown_without_redis_lets_the_lease_lapse(
