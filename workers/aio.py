@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import TracebackType
@@ -137,6 +137,17 @@ async def uninterrupted(work: Awaitable[T], timeout: float | None) -> T:
         if not task.cancelled():
             task.exception()  # retrieved: the cancellation goes first, and whoever shields logs its own failures
         raise cancelled
+    return task.result()
+
+
+async def too_late_to_cancel(work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns, or raise what it raises, also if this task is cancelled meanwhile.
+
+    The end of the loop, which cancels all tasks, ends ``work`` too.
+    """
+    task = asyncio.ensure_future(work)
+    with suppress(asyncio.CancelledError):
+        return await uninterrupted(task, timeout=None)
     return task.result()
 
 

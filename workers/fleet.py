@@ -30,6 +30,7 @@ from producer.policy import cancelled_error
 from producer.server import passes, redact, what_redis_does
 from workers import access, claims, fleet_report, instruments, metrics
 from workers.admin import AdminServer, Health
+from workers.aio import too_late_to_cancel
 from workers.breaker import Breaker, State, is_infrastructure, is_ours
 from workers.claims import about, invalid, refused
 from workers.environment import Environment, EpisodeEnvironment
@@ -246,6 +247,9 @@ class Fleet:
             # A shutdown that comes while a finished attempt is cleaned up has ended nothing: its result counts.
             if not (rollout.is_over and job.cancel_reason is CancelReason.SHUTDOWN):
                 return await self._result(claim, rollout, await self._cancelled(job, claim, rollout))
+        return await too_late_to_cancel(self._ended(claim, rollout))  # Redis may be away, for as long as it likes
+
+    async def _ended(self, claim: Claim, rollout: Rollout) -> RolloutResult:
         if rollout.error:
             self.breaker.record(rollout, rollout.error)
         if rollout.error and (rollout.error.retryable or is_ours(rollout, rollout.error)):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workers.aio import Turnstile, deadline, first_of, off_the_clock, queued, uninterrupted
+from workers.aio import Turnstile, deadline, first_of, off_the_clock, queued, too_late_to_cancel, uninterrupted
 
 
 def test_the_clocks_of_all_deadlines_stop_while_waiting_and_go_on_with_what_was_left() -> None:
@@ -167,6 +167,43 @@ def test_uninterrupted_work_is_bounded_and_its_failure_is_raised() -> None:
         asyncio.run(uninterrupted(asyncio.sleep(60), timeout=0.01))
     with pytest.raises(ValueError, match="broken"):
         asyncio.run(uninterrupted(fails(), timeout=1))
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_work_that_it_is_too_late_to_cancel_returns_what_it_returns(turns: int) -> None:
+    async def work() -> str:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return "done"
+
+    async def scenario() -> str:
+        task = asyncio.create_task(too_late_to_cancel(work()))
+        await asyncio.sleep(0)  # begun: before that, nothing is there to be ended
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(scenario()) == "done"
+
+
+def test_the_end_of_the_loop_ends_work_that_it_is_too_late_to_cancel() -> None:
+    ended: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def scenario() -> None:
+        left = asyncio.create_task(too_late_to_cancel(work()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not left.done()
+
+    asyncio.run(scenario())
+    assert ended == [True]
 
 
 def test_first_of_cancels_the_others_and_raises_what_the_first_raised() -> None:

@@ -19,9 +19,18 @@ from celery.exceptions import Ignore, Terminated
 from support import RedisServer, free_port, wait_until
 
 from producer import broker
-from producer.contract import ErrorInfo, ErrorKind, FailedAttempt, Phase, RolloutRequest, RolloutResult
+from producer.contract import (
+    ErrorInfo,
+    ErrorKind,
+    FailedAttempt,
+    Phase,
+    RolloutRequest,
+    RolloutResult,
+    StopCondition,
+)
 from workers import claims, systems
 from workers.app import create_app
+from workers.environment import EpisodeEnvironment
 from workers.history import HandBack
 from workers.jobs import Claim, Requeue
 from workers.leases import LeaseKeeper
@@ -29,6 +38,7 @@ from workers.pool import AsyncioPool, AsyncTask, CancelReason, Job
 from workers.registry import Environments
 from workers.sandboxes.local import LocalSandboxes
 from workers.settings import WorkerSettings
+from workers.state import Rollout
 
 
 class Told(list[Any]):
@@ -575,6 +585,42 @@ def test_a_shutdown_without_redis_lets_the_lease_lapse(
     own_redis.start()
     request = RolloutRequest(rollout_id="r1", model="m")
     assert worker.fleet.store.release(request, 1, "w2", HandBack.over("another worker's sweep")) is Requeue.REQUEUED
+
+
+@pytest.mark.parametrize("reason", [CancelReason.SHUTDOWN, CancelReason.CANCELLED])
+def test_what_is_finished_is_not_lost_to_a_cancellation_while_redis_is_away(
+    start: Start, redis_url: str, monkeypatch: pytest.MonkeyPatch, reason: CancelReason
+) -> None:
+    worker = start(redis_url)
+    worker.fleet.environments._by_name["quick"] = Quick()
+    store, request = worker.fleet.store, RolloutRequest(rollout_id="r1", model="m", environment="quick", max_attempts=2)
+    store.claim("r1", "w2", request)
+    assert store.release(request, 1, "w2", HandBack.over("w2 ended", counts=True)) is Requeue.REQUEUED
+    asked, back, answer = threading.Event(), threading.Event(), store.failed_attempts
+
+    def failed_attempts(rollout_id: str) -> list[FailedAttempt]:
+        asked.set()
+        if not back.is_set():
+            raise redis.ConnectionError("refused")
+        found: list[FailedAttempt] = answer(rollout_id)
+        return found
+
+    monkeypatch.setattr(store, "failed_attempts", failed_attempts)
+    job, told = worker.wake()
+    worker.free.set()
+    assert asked.wait(10)
+    job.cancel(reason)
+    wait_until(lambda: job.cancel_reason is reason)
+    back.set()
+    wait_until(lambda: len(told) == 2, what="its end")
+    assert told == ["accepted", "ended"]
+    assert worker.record()["state"] == "done"
+    assert (worker.result().stop_condition, worker.result().reward) == (StopCondition.COMPLETED, 1.0)
+
+
+class Quick(EpisodeEnvironment):
+    async def run(self, rollout: Rollout) -> None:
+        rollout.reward = 1.0
 
 
 def test_an_attempt_that_fails_while_redis_is_full_runs_again_when_there_is_room(
