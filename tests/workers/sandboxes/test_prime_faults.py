@@ -382,6 +382,20 @@ def test_a_deletion_that_fails_once_is_tried_again(prime: Prime, spec: Spec, fau
     works(prime, spec())
 
 
+@pytest.mark.parametrize("endpoint", ["upload", "delete_sandbox"])
+def test_a_429_that_asks_for_no_pause_gets_longer_and_longer_ones(prime: Prime, spec: Spec, endpoint: str) -> None:
+    """It says "0", or a date that has passed by our clock: all who were refused would ask again without end."""
+
+    async def body(sandboxes: PrimeSandboxes) -> float:
+        async with sandboxes.create(spec()) as sandbox:
+            prime.fault(endpoint, status=429, retry_after=0, times=3)
+            began = asyncio.get_running_loop().time()
+            await sandbox.upload_bytes("/tmp/x", b"x")
+        return asyncio.get_running_loop().time() - began
+
+    assert prime.run(body) >= 0.25 * (0.5 + 1 + 2)
+
+
 def test_a_deletion_that_hangs_is_tried_again(prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_client, "DELETE_LIMIT", 0.3)
     prime.fault("delete_sandbox", hang=True)
