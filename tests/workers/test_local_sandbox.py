@@ -552,6 +552,35 @@ def test_deletion_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(main())
 
 
+def test_what_cannot_be_killed_is_looked_for_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits inside the kernel, for a disk that is away, say: looking for it costs everybody time."""
+    looks, original = 0, process.carriers
+
+    def look(variable: str) -> dict[str, set[int]]:
+        nonlocal looks
+        looks += 1
+        return original(variable)
+
+    async def main() -> None:
+        sandboxes = LocalSandboxes(root=tmp_path)
+
+        async def use() -> None:
+            async with sandboxes.create(spec()) as sandbox:
+                assert isinstance(sandbox, LocalSandbox)
+                await sandbox.start_job("setsid sh -c 'echo $$ > pid; exec sleep 600' & exit 0")
+                await pid_in(sandbox.directory / "pid")
+
+        with pytest.raises(SandboxError, match="took longer than"):
+            await use()
+        assert looks < 10
+        await sandboxes.aclose()
+
+    monkeypatch.setattr(local, "DELETE_LIMIT", 0.5)
+    monkeypatch.setattr(process, "kill_each", lambda _: None)
+    monkeypatch.setattr(process, "carriers", look)
+    asyncio.run(main())
+
+
 def test_calls_after_deletion_are_refused_and_waiting_ends(tmp_path: Path) -> None:
     async def main() -> None:
         sandboxes = LocalSandboxes(root=tmp_path)

@@ -22,10 +22,10 @@ from typing import ParamSpec, TypeVar
 from producer.contract import Phase
 from workers.aio import in_own_thread, uninterrupted
 from workers.errors import SandboxError
-from workers.reaper import SANDBOX_VARIABLE, Reaper, kill_each, remove_tree
+from workers.reaper import SANDBOX_VARIABLE, Reaper, remove_tree
 from workers.sandboxes import files
 from workers.sandboxes.base import BackgroundJob, CommandResult, Sandbox, SandboxProvider, SandboxSpec
-from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, headline, shell_line
+from workers.sandboxes.process import Census, OutputFiles, ProcessGroup, headline, kill_all, shell_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -344,24 +344,8 @@ class LocalSandbox(Sandbox):
             raise SandboxError(f"directory {self._home} could not be removed", phase=Phase.CLEANUP)
 
     async def _kill_all(self) -> None:
-        """Kill the process groups and whoever left them but carries the marker, until a look finds nobody.
-
-        The look comes first: a process with a cleared environment is known by its parent only while that one lives.
-        """
-        killed: set[ProcessGroup] = set()
-        while self._used:
-            carriers = (await self._census.take()).get(self._id, set())
-            # One SIGKILL reaches all of a group. Whether it is still there afterwards tells nothing: it is for as long
-            # as an init process that is slow, or none, leaves its orphans as zombies.
-            groups = self._groups - killed
-            if not carriers and not groups:
-                return
-            for group in groups:
-                group.kill()
-            kill_each(carriers)
-            killed |= groups
-            if groups:
-                await asyncio.wait([group.ended for group in groups])
+        if self._used:
+            await kill_all(self._census, self._id, self._groups)
 
 
 class _Job(BackgroundJob):

@@ -17,19 +17,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from producer.contract import Resources
-from workers.reaper import carriers
+from workers.reaper import carriers, kill_each
 from workers.sandboxes.base import CommandResult
 
 Callback = Callable[[], None]
 GIGABYTE = 1024**3
 #: What is read where an agent put a link, a pipe or a folder in the place of its output.
 REPLACED = "[output file was replaced]"
+
+#: Longest seconds between two looks for a process that was killed and does not end.
+LONGEST_PAUSE = 1.0
 
 #: Sets the limits and becomes the user's shell, so that the process list shows the user's command and nothing else.
 #: POSIX counts ``ulimit -f`` in 512 bytes, shells count ``-d`` in 1,024. No limit is raised above an inherited one.
@@ -230,6 +234,34 @@ class Census:
             await asyncio.wait([after])
         self._current, self._next = self._next, None
         return await asyncio.get_running_loop().run_in_executor(self._executor, carriers, self._variable)
+
+
+async def kill_all(census: Census, sandbox_id: str, groups: AbstractSet[ProcessGroup]) -> None:
+    """Kill the process groups and whoever left them but carries the marker, until a look finds nobody.
+
+    The look comes first: a process with a cleared environment is known by its parent only while that one lives.
+    """
+    killed: set[ProcessGroup] = set()
+    met: set[int] = set()
+    pause = 0.005
+    while True:
+        found = (await census.take()).get(sandbox_id, set())
+        # One SIGKILL reaches all of a group. Whether it is still there afterwards tells nothing: it is for as long as
+        # an init process that is slow, or none, leaves its orphans as zombies.
+        left = groups - killed
+        if not found and not left:
+            return
+        for group in left:
+            group.kill()
+        kill_each(found)
+        killed |= left
+        if left:
+            await asyncio.wait([group.ended for group in left])
+        elif found <= met:
+            # Killed before, and still there: it may wait inside the kernel for long, and each look costs everybody.
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        met |= found
 
 
 def headline(command: str) -> str:
