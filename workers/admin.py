@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _MOST_REQUESTS = 16
 #: Seconds that a client has to send its request, all of it.
 _PATIENCE = 5.0
+#: Seconds until another try to take a client for whom the process had no descriptor left.
+_ACCEPT_PAUSE = 0.2
 #: Seconds that `probe` waits for an answer.
 _PROBE_LIMIT = 4.0
 
@@ -124,6 +126,14 @@ class _Server(ThreadingHTTPServer):
         """Bind, and ask no name server for the host's name, as `http.server` would: it may not answer."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> Any:
+        """Take a client; the server would try again at once where that fails, for the client still waits."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_ACCEPT_PAUSE)
+            raise
 
     def service_actions(self) -> None:
         """Hang up on who takes too long to ask: a limit of each read is none for who sends a byte now and then."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from socketserver import TCPServer
 
 import httpx
 import pytest
@@ -140,6 +142,23 @@ def test_clients_that_send_a_byte_now_and_then_lose_their_places(
         stack.callback(dripping.join)
         stack.callback(ended.set)
         wait_until(lambda: probe("127.0.0.1", port, "/livez").ok, what="an answer to a probe")
+
+
+def test_a_process_without_a_free_descriptor_does_not_spin(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client waits in the kernel's queue, so the listener is said to be readable again at once."""
+    tried: list[float] = []
+
+    def accept(_: object) -> None:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with worker.served() as url, socket.socket() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(TCPServer, "get_request", accept)
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            wait_until(lambda: len(tried) >= 3)
+        assert tried[2] - tried[0] > admin._ACCEPT_PAUSE
+        assert httpx.get(f"{url}/livez").status_code == 200
 
 
 def test_nobody_is_asked_for_the_name_of_the_host(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
