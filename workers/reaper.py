@@ -10,6 +10,7 @@ import nothing but the standard library. A process that leaves its parents *and*
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -51,7 +52,7 @@ class Process:
 
 
 def carriers(variable: str) -> dict[str, set[int]]:
-    """Return the ids of the living processes that carry ``variable``, by its value.
+    """Return the ids of the living processes that carry ``variable``, by its value; raises OSError when it cannot look.
 
     A process that has no such variable of its own, because it was started with a cleared environment, counts with its
     parent for as long as the parent lives. Other users' processes are not seen.
@@ -68,12 +69,15 @@ def carriers(variable: str) -> dict[str, set[int]]:
 def kill_carriers(variable: str, value: str, limit: float = KILL_LIMIT) -> bool:
     """SIGKILL every process that carries ``variable=value`` until none is left; False if some are after ``limit`` s."""
     end = time.monotonic() + limit
-    while pids := carriers(variable).get(value, set()) - {os.getpid()}:
+    while True:
+        with suppress(OSError):  # where it could not look, the next look tells
+            pids = carriers(variable).get(value, set()) - {os.getpid()}
+            if not pids:
+                return True
+            kill_each(pids)
         if time.monotonic() > end:
             return False
-        kill_each(pids)
         time.sleep(0.005)
-    return True
 
 
 def kill_each(pids: Iterable[int]) -> None:
@@ -169,7 +173,9 @@ def _process_of_proc(name: str, marker: bytes) -> Process | None:
         if state in {b"Z", b"X"}:
             return None
         environment = _environment_of(name, kernel_thread=parent == b"2")
-    except OSError:
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:  # no descriptor is left, which says nothing about the process
+            raise
         return None
     return Process(int(name), int(parent), _value_in(environment, marker))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shlex
 import signal
@@ -549,6 +550,30 @@ def test_deletion_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         await sandboxes.aclose()
 
     monkeypatch.setattr(files, "read", lambda *_: may_return.wait(30) and files.resolve(*_).read_bytes())
+    asyncio.run(main())
+
+
+def test_a_deletion_that_finds_no_free_descriptor_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, failures = process.carriers, iter(range(3))
+
+    def look(variable: str) -> dict[str, set[int]]:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return original(variable)
+
+    async def main() -> None:
+        sandboxes = LocalSandboxes(root=tmp_path)
+        async with sandboxes.create(spec()) as sandbox:
+            assert isinstance(sandbox, LocalSandbox)
+            await sandbox.start_job("setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 600")
+            pid = await pid_in(sandbox.directory / "pid")
+        assert not is_running(pid)
+        assert not sandbox.directory.exists()
+        await sandboxes.aclose()
+
+    monkeypatch.setattr(process, "carriers", look)
     asyncio.run(main())
 
 

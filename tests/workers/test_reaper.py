@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -213,6 +215,23 @@ def test_close_that_takes_too_long_is_bounded_and_logged(
         assert "still at work" in caplog.text
     finally:
         os.kill(reaper.pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_look_without_a_free_descriptor_is_no_look(reaper: Reaper, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter(range(3))
+
+    def few(*arguments: Any) -> Any:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open(*arguments)
+
+    child = subprocess.Popen(["sleep", "600"], env=PATH | reaper.environment())
+    monkeypatch.setattr(reaper_module, "open", few, raising=False)
+    with pytest.raises(OSError, match="Too many"):
+        carriers(REAP_VARIABLE)
+    assert reaper_module.kill_carriers(REAP_VARIABLE, reaper.token, limit=10)
+    assert child.wait(10) == -signal.SIGKILL
 
 
 def test_table_of_ps_is_read() -> None:

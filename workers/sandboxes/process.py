@@ -245,23 +245,26 @@ async def kill_all(census: Census, sandbox_id: str, groups: AbstractSet[ProcessG
     met: set[int] = set()
     pause = 0.005
     while True:
-        found = (await census.take()).get(sandbox_id, set())
+        try:
+            found = (await census.take()).get(sandbox_id, set())
+        except OSError:  # this process has no descriptor left to look with: the next look tells
+            found = None
         # One SIGKILL reaches all of a group. Whether it is still there afterwards tells nothing: it is for as long as
         # an init process that is slow, or none, leaves its orphans as zombies.
         left = groups - killed
-        if not found and not left:
+        if not left and found is not None and not found:
             return
         for group in left:
             group.kill()
-        kill_each(found)
+        kill_each(found or ())
         killed |= left
         if left:
             await asyncio.wait([group.ended for group in left])
-        elif found <= met:
+        elif found is None or found <= met:
             # Killed before, and still there: it may wait inside the kernel for long, and each look costs everybody.
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        met |= found
+        met |= found or set()
 
 
 def headline(command: str) -> str:
