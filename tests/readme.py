@@ -1,6 +1,6 @@
 """Writes the README's reference of settings from the models that read them; run it after a change of one:
 
-PYTHONPATH=. python tests/readme.py
+PYTHONPATH=.:tests python tests/readme.py
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from marked import table, with_part
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
@@ -17,23 +18,19 @@ from workers.gateway.server import GatewaySettings
 from workers.settings import WorkerSettings
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->"
 READERS = {"Workers read": WorkerSettings, "Producers read": ProducerSettings, "The gateway reads": GatewaySettings}
 
 
 def reference() -> str:
     """Return a table for each of those that read settings."""
-    return "\n".join(f"{who}:\n\n{_table(model)}" for who, model in READERS.items())
+    titles = ["variable", "default", "meaning"]
+    return "\n\n".join(f"{who}:\n\n{table(titles, _rows(model))}" for who, model in READERS.items())
 
 
-def _table(model: type[BaseSettings]) -> str:
-    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *_rows(model), ""])
-
-
-def _rows(model: type[BaseSettings]) -> Iterator[str]:
+def _rows(model: type[BaseSettings]) -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
         names = " or ".join(f"`{variable}`" for variable in variables(model, name))
-        yield f"| {names} | {_default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        yield names, _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -49,11 +46,7 @@ def _default(field: FieldInfo) -> str:
 
 def made(text: str) -> str:
     """Return the README with its reference made anew."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    assert begin, f"README.md has no {BEGIN.strip()}"
-    assert end, f"README.md has no {END}"
-    return f"{head}{begin}\n{reference()}\n{end}{tail}"
+    return with_part(text, "settings", reference())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ MAKE = sorted(set(re.findall(r"make\s+([a-z][a-z-]+)`", TEXT)))
 
 
 def test_the_reference_of_settings_is_up_to_date() -> None:
-    assert made(TEXT) == TEXT, "run: PYTHONPATH=. python tests/readme.py"
+    assert made(TEXT) == TEXT, "run: PYTHONPATH=.:tests python tests/readme.py"
 
 
 @pytest.mark.parametrize("link", LINKS)

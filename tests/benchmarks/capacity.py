@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from marked import part, table, with_part
+
 README = Path(__file__).parents[2] / "helm" / "README.md"
-BEGIN, END = "<!-- capacity -->\n\n", "\n<!-- end of capacity -->"
-HEAD = ["| what | measured | by |", "|---|---|---|"]
 
 Numbers = Mapping[str, Any]
 
@@ -93,23 +93,19 @@ ROWS: list[tuple[str, str, Callable[[Numbers], str]]] = [
 ]
 
 
-def table(text: str, lines: list[Numbers]) -> str:
+def made(text: str, lines: list[Numbers]) -> str:
     """Return the README with what these lines say in its table."""
-    head, begin, rest = text.partition(BEGIN)
-    old, end, tail = rest.partition(END)
-    assert begin, f"{README.name} has no {BEGIN.strip()}"
-    assert end, f"{README.name} has no {END.strip()}"
-    kept = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[len(HEAD) :] if line}
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in part(text, "capacity").splitlines()}
     found = {str(numbers["benchmark"]): numbers for numbers in lines}
     rows = [
-        f"| {what} | {say(found[name])} | `{name}` |" if name in found else kept[what]
+        [what, say(found[name]), f"`{name}`"] if name in found else kept[what].strip("| ").split(" | ")
         for what, name, say in ROWS
         if name in found or what in kept
     ]
-    return "\n".join([head + begin + HEAD[0], HEAD[1], *rows, ""]) + end + tail
+    return with_part(text, "capacity", table(["what", "measured", "by"], rows))
 
 
 if __name__ == "__main__":
     printed = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
     reports = [json.loads(line) for line in printed if line.startswith('{"benchmark"')]
-    README.write_text(table(README.read_text(), reports))
+    README.write_text(made(README.read_text(), reports))

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from helm.chart import CHART
+from marked import table, with_part
 
 from workers.settings import WorkerSettings
 
@@ -77,11 +78,11 @@ def setting_names() -> list[str]:
 
 def readme(text: str) -> str:
     """Return the README with its tables made anew."""
-    values = [f"| `{v.path}` | `{json.dumps(v.default)}` | {_cell(v.meaning)} |" for v in documented()]
+    values = [(f"`{v.path}`", f"`{json.dumps(v.default)}`", v.meaning) for v in documented()]
+    text = with_part(text, "values", table(["value", "default", "meaning"], values))
     fields = WorkerSettings.model_fields
-    settings = [f"| `{name}` | {_cell(fields[name].description or '')} |" for name in setting_names()]
-    text = _between(text, "values", ["| value | default | meaning |", "|---|---|---|", *values])
-    return _between(text, "settings", ["| setting | meaning |", "|---|---|", *settings])
+    settings = [(f"`{name}`", fields[name].description or "") for name in setting_names()]
+    return with_part(text, "settings", table(["setting", "meaning"], settings))
 
 
 def schema(text: str) -> str:
@@ -102,18 +103,6 @@ def _setting_type(field: dict[str, Any], definitions: dict[str, Any]) -> dict[st
     if first["type"] == "array":
         return {"type": "string"}  # by commas
     return {key: first[key] for key in ("type", "enum", "minimum", "exclusiveMinimum", "maximum") if key in first}
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _between(text: str, name: str, lines: list[str]) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    head, _, rest = text.partition(begin)
-    _, found, tail = rest.partition(end)
-    assert found, f"README.md has no part {name}"
-    return "\n".join([head + begin, *lines, "", end + tail])
 
 
 #: What is made, by its name in the chart.
