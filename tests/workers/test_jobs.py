@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ import orjson
 import pytest
 import redis
 from celery import Celery
+from model_worker import backend_app
 from support import wait_until
 
 from producer import broker
 from producer.connection import FleetConnection
 from producer.contract import ErrorInfo, ErrorKind, InvalidRequestError, RolloutRequest, RolloutResult, StopCondition
-from workers import history, results
+from workers import history
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Renewal, Requeue
 from workers.ledger import Ledger
@@ -30,10 +32,8 @@ DIED = HandBack.over("its worker died", counts=True)
 
 @pytest.fixture
 def app(redis_url: str) -> Iterator[Celery]:
-    app = Celery("test", set_as_current=False)
-    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
-    yield app
-    app.close()
+    with closing(backend_app(redis_url)) as app:
+        yield app
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ import pytest
 import redis
 from celery import Celery
 from kombu import Connection
+from model_worker import backend_app
 from pydantic import ValidationError
 from support import RedisServer
 
 from producer import InvalidRequestError, Producer, ProducerSettings, RolloutRequest, StopCondition, broker, queues
 from producer.contract import ErrorInfo, ErrorKind
 from producer.operating import Operator, RetryAnswer, Wanted
-from workers import results, transport
+from workers import transport
 from workers.app import create_app
 from workers.history import HandBack
 from workers.jobs import Claim, JobStore, Requeue
@@ -38,10 +40,8 @@ PENDING, DELAYED, RUNNING = (key("gpu") for key in (queues.pending_key, queues.d
 
 @pytest.fixture
 def app(redis_url: str) -> Iterator[Celery]:
-    app = Celery("test", set_as_current=False)
-    app.config_from_object(broker.celery_config(redis_url) | {"result_backend": results.PREFIX + redis_url})
-    yield app
-    app.close()
+    with closing(backend_app(redis_url)) as app:
+        yield app
 
 
 @pytest.fixture
