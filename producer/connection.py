@@ -26,6 +26,7 @@ from redis.backoff import NoBackoff
 from producer import broker
 from producer.contract import RolloutRequest
 from producer.errors import BatchCancelledError, FleetFullError, FleetUnreachableError, RolloutConflictError
+from producer.heeding import heed_cancellations
 from producer.policy import PolicyView, Staled
 from producer.queues import QUEUES, queues_in
 from producer.server import explained, is_refusal, passes, redact
@@ -103,11 +104,7 @@ class Backoff:
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they end with.
-
-    Cancelled again until it takes: redis-py sends with `asyncio.wait_for`, which before Python 3.12 forgets a
-    cancellation that comes in the moment in which it is done (bpo-37658), and a reader would then block on.
-    """
+    """Cancel tasks until they have ended, whatever they end with: a caller's own requests may lose a cancellation."""
     left = {task for task in tasks if not task.done()}
     while left:
         for task in left:
@@ -157,6 +154,7 @@ class FleetConnection:
                 f"{redact(redis_url)!r} is not a Redis URL ({error}); set ROLLOUTS_REDIS_URL to one such as "
                 "redis://127.0.0.1:6379/0 (or give --redis-url, when it holds no password)"
             ) from None
+        heed_cancellations(self.redis)
         self.policy = PolicyView()
         self._submit = self.redis.register_script(broker.script("producer", "submit"))
         self._cancel = self.redis.register_script(broker.script("producer", "cancel"))
