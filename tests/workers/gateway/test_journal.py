@@ -215,3 +215,94 @@ def test_the_policy_version_survives(tmp_path: Path) -> None:
     again = Journal(tmp_path)
     assert restore(Recorder(), again.entries()) == 42
     again.close()
+
+
+def test_compaction_keeps_the_policy_version(tmp_path: Path) -> None:
+    journal, recorder = opened(tmp_path)
+    journal.write(Kind.POLICY, {"version": 42})
+    asyncio.run(journal.compact(snapshots(recorder)))
+    journal.close()
+    again = Journal(tmp_path)
+    assert restore(Recorder(), again.entries()) == 42
+    again.start()
+    asyncio.run(again.compact(iter(())))  # also when it was set in an earlier process
+    again.close()
+    third = Journal(tmp_path)
+    assert restore(Recorder(), third.entries()) == 42
+    third.close()
+
+
+def test_compaction_that_gets_no_new_segment_keeps_what_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, recorder = opened(tmp_path)
+    recorded(recorder, "r-1", 2)
+    real = os.open
+
+    def too_many(path: Any, *flags: Any) -> int:
+        if str(path).endswith(".log"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", too_many)
+        asyncio.run(journal.compact(snapshots(recorder)))
+    recorded(recorder, "r-2")
+    known = whole(recorder)
+    journal.close()
+    again, restored = opened(tmp_path)
+    assert whole(restored) == known
+    again.close()
+
+
+def test_compaction_in_which_a_rollout_could_not_be_written_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, recorder = opened(tmp_path, segment_bytes=2_000)
+    recorded(recorder, "r-small")
+    recorded(recorder, "r-large", 20)
+    recorded(recorder, "r-last")
+    known, real = whole(recorder), os.writev
+
+    def nearly_full(fd: int, parts: Any) -> int:
+        if b"r-large" in parts[2]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", nearly_full)
+        assert journal.is_due
+        asyncio.run(journal.compact(snapshots(recorder)))
+    assert not journal.is_due  # it would fill the disk, in vain, again and again
+    journal.close()
+    again, restored = opened(tmp_path)
+    assert whole(restored) == known
+    again.close()
+
+
+def test_what_is_deleted_or_closed_was_synced_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, recorder = opened(tmp_path, segment_bytes=2_000, sync_interval=1000)
+    real, delete = os.fdatasync, Path.unlink
+    synced: dict[str, int] = {}
+
+    def sync(fd: int) -> None:
+        real(fd)
+        synced[Path(f"/proc/self/fd/{fd}").readlink().name] = os.fstat(fd).st_size
+
+    def sizes() -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in tmp_path.glob("*.log")}
+
+    def unlink(path: Path) -> None:
+        assert synced.items() >= {name: size for name, size in sizes().items() if name not in before}.items()
+        delete(path)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    for n in range(5):
+        recorded(recorder, f"r-{n}", 5)
+    before = {name for name, size in sizes().items() if size}
+    monkeypatch.setattr(Path, "unlink", unlink)
+    asyncio.run(journal.compact(snapshots(recorder)))
+    assert sizes().keys().isdisjoint(before)
+    for n in range(5):
+        recorded(recorder, f"r-later-{n}", 5)
+    journal.close()
+    assert synced.items() >= sizes().items()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(fd.resolve())]

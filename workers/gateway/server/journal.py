@@ -68,9 +68,12 @@ class Journal:
         self._number = 0
         self._fd = -1
         self._written = 0  # bytes in the current segment
+        self._lost = 0  # entries that could not be written
+        self._policy: dict[str, Any] | None = None  # the last policy's header
         self._dirty = threading.Event()
         self._ended = threading.Event()
         self._finished: list[int] = []  # segments' descriptors that are to be synced and closed
+        self._syncing = threading.Lock()  # who holds it may close them
         self._thread = threading.Thread(target=self._sync, name="journal", daemon=True)
         self._lock = self._take(directory)
 
@@ -83,6 +86,7 @@ class Journal:
             at = 0
             while entry := _read(content, at):
                 at, found = entry
+                self._note(found.kind, found.header)
                 yield found
             if at < len(content):
                 logger.log(
@@ -101,6 +105,7 @@ class Journal:
 
     def write(self, kind: Kind, header: dict[str, Any], body: Any = None, data: bytes = b"") -> None:
         """Write an entry; one that cannot be written is logged, and undone."""
+        self._note(kind, header)
         if self._fd < 0:
             return
         head, told = orjson.dumps(header), b"" if body is None else orjson.dumps(body)
@@ -129,14 +134,20 @@ class Journal:
 
     async def compact(self, snapshots: Iterator[tuple[dict[str, Any], bytes]]) -> None:
         """Write what is alive into new segments, and delete the older ones. Lets other work go on in between."""
-        self._open_next()
-        first, before = self._number, self.size
+        if self._written or self._fd < 0:
+            self._open_next()
+        first, before, lost = self._number, self.size, self._lost
+        if self._policy is not None:
+            self.write(Kind.POLICY, self._policy)
         for header, data in snapshots:
             self.write(Kind.SNAPSHOT, header, None, data)
             await asyncio.sleep(0)
-        if self.failed:
-            return  # the older segments are all there is
-        await asyncio.to_thread(os.fdatasync, self._fd)
+            if self._lost > lost:
+                break
+        if self._lost > lost or self._fd < 0:  # the older segments are all there is of it
+            self._alive = self.size  # no new try at once: each would take of what room is left
+            return
+        await asyncio.to_thread(self._sync_all)
         for path in self._segments():
             if int(path.stem) < first:
                 self.size -= path.stat().st_size
@@ -151,9 +162,10 @@ class Journal:
             self._dirty.set()
             self._thread.join()
         if self._fd >= 0:
-            os.fdatasync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            self._sync_all()
+            with self._syncing:
+                os.close(self._fd)
+                self._fd = -1
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -178,8 +190,8 @@ class Journal:
 
     def _open_next(self) -> None:
         segments = self._segments()
-        self._number = max(self._number, int(segments[-1].stem) if segments else 0) + 1
-        path = self.directory / f"{self._number:08d}.log"
+        number = max(self._number, int(segments[-1].stem) if segments else 0) + 1
+        path = self.directory / f"{number:08d}.log"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         try:
             opened = os.open(path, flags, 0o600)
@@ -190,12 +202,17 @@ class Journal:
         if self._fd >= 0:
             self._finished.append(self._fd)
             self._dirty.set()
-        self._fd, self._written = opened, 0
+        self._number, self._fd, self._written = number, opened, 0
+
+    def _note(self, kind: Kind, header: dict[str, Any]) -> None:
+        if kind is Kind.POLICY:  # of no rollout, and so in no snapshot
+            self._policy = header
 
     def _undo(self, error: OSError) -> None:
         if self.failed is None:
             logger.error("journal: an entry could not be written: %s", error.strerror)
         self.failed = f"an entry could not be written: {error.strerror}"
+        self._lost += 1
         try:
             os.ftruncate(self._fd, self._written)
         except OSError:
@@ -206,14 +223,18 @@ class Journal:
             self._dirty.wait()
             self._dirty.clear()
             try:
-                while self._finished:
-                    done = self._finished.pop()
-                    os.fdatasync(done)
-                    os.close(done)
-                os.fdatasync(self._fd)
+                self._sync_all()
             except OSError as error:
                 logger.error("journal: not synced: %s", error.strerror)  # noqa: TRY400 - the reason is in it
             self._ended.wait(self._sync_interval)
+
+    def _sync_all(self) -> None:
+        """Write all entries through to the disk that were written when this began."""
+        with self._syncing:
+            os.fdatasync(self._fd)  # it may be finished meanwhile, and then once more
+            while self._finished:
+                os.fdatasync(self._finished[0])
+                os.close(self._finished.pop(0))
 
 
 def _read(content: bytes, at: int) -> tuple[int, Entry] | None:
