@@ -16,11 +16,11 @@ from workers.gateway.server.upstreams import Opened, UpstreamLimits, Upstreams
 WAIT = 60.0
 
 
-def run(body: Callable[[Upstreams], Awaitable[None]], servers: int = 1) -> None:
-    """Run ``body`` with servers that have room for one call each, and answer at once."""
+def run(body: Callable[[Upstreams], Awaitable[None]], servers: int = 1, room: int = 1) -> None:
+    """Run ``body`` with servers that have ``room`` for so many calls each, and answer at once."""
 
     async def main() -> None:
-        limits = UpstreamLimits(per_server=1, wait=WAIT)
+        limits = UpstreamLimits(per_server=room, wait=WAIT)
         upstreams = Upstreams([f"http://127.0.0.1:{port}" for port in range(1, servers + 1)], None, 60.0, limits=limits)
         for server in upstreams.servers:
             server.post = answer  # type: ignore[method-assign]
@@ -111,5 +111,57 @@ def test_room_at_a_server_that_the_first_in_line_has_tried_goes_to_the_next() ->
         upstreams._left(full)
         close(upstreams, opened := await first)
         assert opened.server is full
+
+    run(body, servers=2)
+
+
+@pytest.mark.parametrize("ends", ["well", "refused"])
+def test_all_the_room_at_a_server_that_is_well_again_goes_to_who_waits(ends: str) -> None:
+    async def body(upstreams: Upstreams) -> None:
+        well, ill = upstreams.servers
+        asked, refusal = asyncio.Event(), UpstreamError(400, "too long", "invalid_request_error")
+
+        async def later(path: str, body: bytes) -> Any:
+            await asked.wait()
+            if ends == "refused":
+                raise refusal
+            return await answer(path, body)
+
+        well.ejected, ill.post = True, later  # type: ignore[method-assign]
+        at_ill = call(upstreams)
+        await asyncio.sleep(0)
+        well.ejected, ill.ejected, ill.post = False, True, answer  # type: ignore[method-assign]
+        at_well = [await call(upstreams), await call(upstreams)]
+        waiting = [call(upstreams), call(upstreams)]
+        await in_line(upstreams, 2)
+        asked.set()
+        (outcome,) = await asyncio.gather(at_ill, return_exceptions=True)
+        if isinstance(outcome, Opened):
+            close(upstreams, outcome)
+        opened = [await each for each in waiting]
+        assert {each.server for each in opened} == {ill}
+        for each in [*at_well, *opened]:
+            close(upstreams, each)
+
+    run(body, servers=2, room=2)
+
+
+def test_a_server_that_is_ill_too_is_asked_for_who_waits_when_the_last_one_is_left_alone() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        first, second = upstreams.servers
+        second.ejected = True
+        running = await call(upstreams)
+        waiting = call(upstreams)
+        await in_line(upstreams, 1)
+
+        async def check() -> None:
+            raise UpstreamError(504, "silent", "upstream_timeout")
+
+        first.check, first.failures = check, 2  # type: ignore[method-assign]
+        await upstreams._look_at(first)
+        opened = await waiting
+        assert (opened.server, running.server) == (second, first)
+        close(upstreams, opened)
+        close(upstreams, running)
 
     run(body, servers=2)

@@ -102,8 +102,8 @@ class Upstreams:
             try:
                 answer = await server.post(*request(server))
             except UpstreamError as error:
-                self._left(server)
                 server.note(error)
+                self._left(server)
                 tried.add(server)
                 if error.unsent and len(tried) < len(self.servers):
                     logger.info("a call goes to another model server: %s", error.message)
@@ -159,8 +159,7 @@ class Upstreams:
             server.failures, server.ejected = 0, False
             if was:
                 logger.info("model server %s answers again", server.name)
-                while self._give_room():
-                    pass
+        self._give_room()
 
     def _choose(self, sticky: Any, tried: set[ModelServer]) -> ModelServer | None:
         """Return a server with room; None when those that might be asked have none."""
@@ -197,7 +196,12 @@ class Upstreams:
         server.in_flight -= 1
         self._give_room()
 
-    def _give_room(self) -> bool:
+    def _give_room(self) -> None:
+        """Give all the room that there is: one call that ended well may have told that its server is well again."""
+        while self._give_one():
+            pass
+
+    def _give_one(self) -> bool:
         """Give room to the first in line that can use what there is: a call is not made twice at one server."""
         for caller in self._waiting:
             if caller.turn.done():
