@@ -165,3 +165,27 @@ def test_a_server_that_is_ill_too_is_asked_for_who_waits_when_the_last_one_is_le
         close(upstreams, running)
 
     run(body, servers=2)
+
+
+def test_room_at_a_server_that_is_left_alone_goes_to_a_call_that_the_others_refused() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        well, ill = upstreams.servers
+
+        async def refuse(path: str, body: bytes) -> Any:
+            well.post = answer  # type: ignore[method-assign]
+            await in_line(upstreams, 2)
+            raise UpstreamError(502, "refused", "connect", unsent=True)
+
+        well.post, ill.ejected = refuse, True  # type: ignore[method-assign]
+        ill.in_flight += 1  # a call that takes its time
+        refused = call(upstreams)
+        await asyncio.sleep(0)
+        first, second = call(upstreams), call(upstreams)
+        running = await first
+        upstreams._left(ill)
+        close(upstreams, opened := await refused)
+        assert (opened.server, second.done()) == (ill, False)
+        close(upstreams, running)
+        close(upstreams, await second)
+
+    run(body, servers=2)

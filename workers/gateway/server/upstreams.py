@@ -179,7 +179,8 @@ class Upstreams:
         if len(self._waiting) >= self._limits.waiting:
             raise busy(f"{len(self._waiting)} calls wait for a model server already.", 1.0)
         caller = _Waiting(rollout, tried, asyncio.get_running_loop().create_future())
-        self._waiting.append(caller)
+        # One that was refused has waited before, and may use what the others may not: a server that is left alone.
+        (self._waiting.appendleft if tried else self._waiting.append)(caller)
         try:
             async with asyncio.timeout(self._limits.wait):
                 return await caller.turn
@@ -211,6 +212,6 @@ class Upstreams:
                 caller.turn.set_result(server)
                 self._waiting.remove(caller)
                 return True
-            if not caller.tried:  # then there is none at all, and the line may be long
+            if not caller.tried:  # then there is none for those behind it either, and the line may be long
                 return False
         return False
