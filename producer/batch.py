@@ -190,16 +190,17 @@ class Batch(AsyncIterator[RolloutResult]):
         """Acknowledge what the consumer is done with; returns whether Redis was told anything."""
         return self._consumer is not None and await self._consumer.acknowledge()
 
-    async def cancel(self) -> dict[str, CancelAnswer]:
+    async def cancel(self, *, lasting: bool = False) -> dict[str, CancelAnswer]:
         """Submit no more, and cancel what is in flight; returns what was found for each rollout.
 
-        Iterate on for the results: those that had ended, and those that end as cancelled.
+        Iterate on for the results: those that had ended, and those that end as cancelled. ``lasting`` waits for a Redis
+        that is away as long as iterating does.
         """
         self._cancelled = True
         async with self._submitting:  # never in the middle of a chunk: its rollouts would escape
             self._feeder.cancel()
         await end(self._feeder)
-        answers = await self._connection.cancel(list(self._waiting))
+        answers = await (self._lasting if lasting else self._connection).cancel(list(self._waiting))
         for rollout_id, answer in answers.items():
             if answer is not CancelAnswer.REQUESTED:
                 self._announce(rollout_id)

@@ -96,8 +96,7 @@ class Producer:
 
     async def close(self) -> None:
         """Stop following and disconnect; rollouts in flight go on, and their results stay in Redis."""
-        for handle in list(self._open):
-            await handle.aclose()
+        await asyncio.gather(*(handle.aclose() for handle in list(self._open)))
         for waiters in list(self._waiters.values()):
             await waiters.aclose()
         connection, self._connection = self._connection, None

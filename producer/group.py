@@ -14,6 +14,9 @@ from producer.errors import BatchCancelledError, FleetError
 from producer.ids import new_batch_id, safe_id
 from producer.policy import OVERLOAD, STALE
 
+#: Seconds that closing a group waits for its other rollouts to be cancelled, where Redis is away.
+_CANCEL_SECONDS = 5.0
+
 
 class OnReady(StrEnum):
     """What becomes of a group's other rollouts once enough of them are usable."""
@@ -143,6 +146,10 @@ class Group(AsyncIterator[RolloutResult]):
         """Whether all of its rollouts have ended."""
         return self._pump.done()
 
+    def when_ended(self, tell: Callable[[], object]) -> None:
+        """Have ``tell`` called once all of its rollouts have ended."""
+        self._pump.add_done_callback(lambda _: tell())
+
     async def result(self, timeout: float | None = None) -> GroupResult:
         """Wait until the group is whole or dropped, for at most ``timeout`` seconds; raises TimeoutError.
 
@@ -173,7 +180,9 @@ class Group(AsyncIterator[RolloutResult]):
         await self.batch.release()
 
     async def aclose(self) -> None:
-        """Stop following it; what is in flight goes on."""
+        """Stop following it; what is in flight goes on, unless nobody needs it any more."""
+        if self._cancelling is not None:  # its rollouts would run for hours, for nobody
+            await asyncio.wait({self._cancelling}, timeout=_CANCEL_SECONDS)
         await self.batch.aclose()
         await end(self._pump, *([self._cancelling] if self._cancelling else []))
 
@@ -227,11 +236,11 @@ class Group(AsyncIterator[RolloutResult]):
         if missing <= 0:
             self._decide()
             if self.terms.on_ready is OnReady.CANCEL and still_open:
-                self._cancelling = asyncio.create_task(self.batch.cancel())
+                self._cancelling = asyncio.create_task(self.batch.cancel(lasting=True))
         elif still_open < missing:
             self._decide(*self._why())
             if still_open:
-                self._cancelling = asyncio.create_task(self.batch.cancel())
+                self._cancelling = asyncio.create_task(self.batch.cancel(lasting=True))
 
     def _is_usable(self, result: RolloutResult) -> bool:
         if self.terms.usable is is_usable and self._connection.policy.keeps_stale:

@@ -125,8 +125,7 @@ class Groups(AsyncIterator[GroupResult]):
         await end(*self._open)
         self._open.clear()
         self._ended.clear()
-        for group in groups:
-            await group.aclose()
+        await asyncio.gather(*(group.aclose() for group in groups))
 
     # -- handing out ---------------------------------------------------------------------------------------------------
 
@@ -159,10 +158,13 @@ class Groups(AsyncIterator[GroupResult]):
     def _leave(self, ended: asyncio.Future[GroupResult]) -> Group:
         """Let a group that was handed out come to its end: others of its rollouts may still be cancelled."""
         self._ended.remove(ended)
-        self._kept = [kept for kept in self._kept if not kept.ended]
         self._kept.append(group := self._open.pop(ended))
+        group.when_ended(self._forget_ended)  # which keeps this alive until then, for the producer to close
         self._changed.set()
         return group
+
+    def _forget_ended(self) -> None:
+        self._kept = [kept for kept in self._kept if not kept.ended]
 
     # -- the window ----------------------------------------------------------------------------------------------------
 

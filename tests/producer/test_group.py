@@ -103,6 +103,43 @@ def test_enough_usable_ones_make_it_ready_and_the_rest_is_cancelled(settings, wo
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(("needed", "dropped"), [(1, None), (4, Drop.FAILED)])
+def test_the_rest_is_cancelled_also_when_the_trainer_leaves_at_once(settings, worker, needed, dropped, held):
+    worker.behaviour = lambda request: None if request.sample_index > 1 else failing(0)(request)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            groups = producer.groups([REQUEST], GroupTerms(4, needed), run_id="run")
+            assert (await anext(groups)).dropped is dropped
+            if not held:
+                del groups
+
+    asyncio.run(main())
+    for member in ("run-7-2", "run-7-3"):
+        state, cancel = worker.client.hmget(broker.job_key(member), "state", "cancel")
+        assert state == b"done" or cancel
+
+
+def test_the_rest_is_cancelled_also_when_redis_was_away_for_longer_than_a_call_waits(settings, worker):
+    worker.behaviour = holding(1)
+
+    async def main() -> None:
+        async with Producer(settings, patience=0) as producer:
+            cancel, away = producer.connection._cancel, iter([True])
+
+            async def cancel_later(**call: list[object]) -> object:
+                if next(away, False):
+                    raise ConnectionError
+                return await cancel(**call)
+
+            producer.connection._cancel = cancel_later
+            group = await producer.submit_group(REQUEST, 2, min_usable=1)
+            assert {r.stop_condition async for r in group} == {StopCondition.COMPLETED, StopCondition.CANCELLED}
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_or_the_rest_is_kept(settings, worker):
     worker.behaviour = holding(1)
 
