@@ -284,15 +284,17 @@ class NativePassing:
         return b""
 
     def take(self, data: bytes) -> bytes:
-        """Return ``data``."""
-        for event in self._splitter.cut(data)[0]:
+        """Return the events that are whole, as they came: what is sent while the rest is awaited comes between two."""
+        events, is_all = self._splitter.cut(data)
+        for event in events:
             self._keep(event)
-        return data
+        return data if is_all else b"".join(events)
 
     def rest(self) -> bytes:
-        """Keep a last event whose blank line was missing; its bytes were passed on."""
-        self._keep(self._splitter.rest())
-        return b""
+        """Return a last event whose blank line was missing."""
+        rest = self._splitter.rest()
+        self._keep(rest)
+        return rest
 
     def check(self) -> None:
         """Raise unless the events make an answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from workers.gateway.server.calls import ModelCall
@@ -39,7 +40,8 @@ class Relay:
         try:
             while not (await asyncio.wait({relay, gone}, timeout=silence, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if time.monotonic() - self._sent_at >= silence:
-                    await self._send(self._call.dialect.keep_alive)
+                    with contextlib.suppress(RuntimeError):  # the stream has ended, before a slow agent could take it
+                        await self._send(self._call.dialect.keep_alive)
         finally:
             gone.cancel()
             relay.cancel()  # ends the upstream's call; the turn so far is recorded on the way out
@@ -105,7 +107,8 @@ class Relay:
         if passing.done or passing.failure is not None or self._write is None or not self._write(out):
             self._left = out
             return False
-        self._sent_at = time.monotonic()
+        if out:
+            self._sent_at = time.monotonic()
         return True
 
     async def _forward(self, out: bytes) -> None:
