@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.gateway.server.connection import Answer, Connection, DroppedError, SilentError
+from workers.gateway.server.connection import Answer, Connection, Connections, DroppedError, SilentError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -166,3 +167,16 @@ def test_a_server_that_switches_protocols_is_dropped_with_a_word() -> None:
             await asyncio.wait_for(answer.head(), 20)
 
     asyncio.run(body())
+
+
+def test_a_call_that_is_given_up_is_closed_also_when_the_server_takes_nothing() -> None:
+    async def body(server: socket.socket) -> None:
+        connections = Connections("127.0.0.1", server.getsockname()[1], None, timeout=60, connect=5, keepalive=3)
+        answer = await connections.send(bytes(32 * 1024 * 1024))
+        connections.release(answer)  # its agent has left
+        async with asyncio.timeout(20):
+            while answer.connection._transport.get_write_buffer_size():
+                await asyncio.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asyncio.run(body(server))

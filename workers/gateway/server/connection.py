@@ -186,11 +186,11 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> bool:
         """End the call; return whether the connection can carry another."""
-        answer, self._answer = self._answer, None
+        answer = self._answer
         reusable = answer is not None and answer.ended and not self.closed and self._keeps
         if not reusable:
-            self.close()
-        self.idle_since = self._loop.time()
+            self.close()  # as that of a call that runs: a server that hangs would never take the rest of the request
+        self._answer, self.idle_since = None, self._loop.time()
         return reusable
 
     def close(self) -> None:
