@@ -18,12 +18,18 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._beginning = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts-producer", daemon=True)
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``work`` there, and return what it will end with."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run ``work`` there, and return what it will end with; raises RuntimeError once it stops."""
+        with self._beginning:
+            if self._stopping:  # nothing would end it, and whoever waits for it would wait for ever
+                work.close()
+                raise RuntimeError("the producer is closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` there to its end."""
@@ -36,7 +42,10 @@ class BackgroundLoop:
 
     def stop(self) -> None:
         """End what still runs there, and the thread."""
-        self.run(self._end_tasks())
+        with self._beginning:
+            self._stopping = True
+            ending = asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)
+        ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

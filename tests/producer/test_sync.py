@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from producer import (
     SyncProducer,
     broker,
 )
-from producer.background import Following
+from producer.background import BackgroundLoop, Following
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7})
 
@@ -153,3 +154,19 @@ def test_a_group_says_how_it_ended(settings, worker):
         assert group.decision is not None
         assert len(list(group)) == 1
         assert group.ended
+
+
+def test_what_another_thread_begins_while_the_loop_ends_is_refused_and_does_not_hang():
+    loop, busy = BackgroundLoop(), threading.Event()
+    loop.begin(asyncio.to_thread(busy.wait))
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    wait_until(lambda: loop._loop._executor_shutdown_called)
+    try:
+        with pytest.raises(RuntimeError, match="closed"):
+            loop.begin(asyncio.sleep(3600))
+    finally:
+        busy.set()
+        stopping.join()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run(asyncio.sleep(0))
