@@ -68,10 +68,10 @@ class Waiters:
                     self._resolve(rollout_id)
                 if announced.missed:
                     await self._settle(list(self._futures))
-        except FleetError as error:
+        except Exception as error:  # noqa: BLE001 - raised by those who wait: they would else wait for ever
             self._fail(error)
 
-    def _fail(self, error: FleetError) -> None:
+    def _fail(self, error: Exception) -> None:
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)

@@ -11,6 +11,7 @@ from celery import Celery
 from celery.worker.request import Request
 from kombu import Consumer
 from pydantic import ValidationError
+from redis import ResponseError
 
 from producer import (
     CancelAnswer,
@@ -30,6 +31,7 @@ from producer import (
 from producer.connection import CHUNK
 from producer.ids import sample_rollout_id
 from producer.queues import LIST_SPAN
+from producer.results import Completions
 from producer.server import redact
 
 
@@ -317,6 +319,21 @@ def test_who_begins_to_wait_while_another_stops_is_not_told_that_the_producer_wa
             return await staying
 
     assert asyncio.run(go()).rollout_id == "r-1"
+
+
+def test_who_waits_is_told_of_an_error_that_ends_the_following(settings, idle_worker, make, monkeypatch):
+    async def read(self):
+        raise ResponseError("ERR what Redis may not say")
+
+    monkeypatch.setattr(Completions, "read", read)
+
+    async def main():
+        async with Producer(settings) as producer:
+            handle = await producer.submit(make(1)[0])
+            with pytest.raises(ResponseError, match="may not say"):
+                await asyncio.wait_for(handle.result(), 20)
+
+    asyncio.run(main())
 
 
 def test_nothing_is_kept_of_batches_that_nobody_waits_for(settings, worker, make):
