@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 
 from workers.gateway.protocol import Registration
+from workers.gateway.server import control
 from workers.gateway.server.passing import Lines
 from workers.gateway.server.recorder import RecordedRollout, Recorder
-from workers.gateway.server.turns import Answered
+from workers.gateway.server.turns import Answered, Payload
 
 TEXT = "a long answer, " * 100
 
@@ -79,3 +82,21 @@ def test_a_rollout_that_is_forgotten_in_between_leaves_nothing(chunks: list[byte
     rollout.forget()
     assert not rollout.settle_part()
     assert rollout.history.settled == []
+
+
+def test_a_turn_that_comes_while_a_trajectory_is_written_down_is_all_of_it_or_nothing(
+    chunks: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_SLICE", -1.0)  # others go on after each turn
+    rollout = recorded(chunks)
+
+    async def main() -> dict[str, Any]:
+        writing = asyncio.create_task(control._encoded(rollout))
+        await asyncio.sleep(0)
+        rollout.record(Answered([{"role": "user", "content": "later"}], Payload(b"{}"), {}))
+        rollout.settle()
+        found: dict[str, Any] = orjson.loads(await writing)
+        return found
+
+    whole = asyncio.run(main())
+    assert whole["num_turns"] == len(whole["trajectory"]) == 1

@@ -203,7 +203,7 @@ class RecordedRollout:
         conversation that became shorter than the first prompt (a compacted context) gives its last completion.
         """
         limit = self.registration.max_seq_len
-        turns = self.turns
+        turns = list(self.turns)  # those of now: more may come while they are written down
         prompt = [normalise(message) for message in self.first or []]
         completion: list[Message] = []
         if turns:
