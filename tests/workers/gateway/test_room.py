@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from workers.gateway.protocol import Registration
+from workers.gateway.server.calls import CallSettings, ModelCalls
+from workers.gateway.server.dialects.table import CHAT
 from workers.gateway.server.errors import UpstreamError
+from workers.gateway.server.gate import Gate
+from workers.gateway.server.recorder import Recorder
 from workers.gateway.server.upstreams import Opened, UpstreamLimits, Upstreams
 
 #: No test waits for room for as long.
@@ -189,3 +194,25 @@ def test_room_at_a_server_that_is_left_alone_goes_to_a_call_that_the_others_refu
         close(upstreams, await second)
 
     run(body, servers=2)
+
+
+def test_a_call_in_line_is_not_made_in_a_weight_update_and_names_the_version_that_it_had() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        gate = Gate(WAIT)
+        gate.version = "old"
+        rollout = Recorder().register("r", Registration(model="m"), None)
+        asked = ModelCalls(upstreams, gate, CallSettings()).read(rollout, CHAT, b'{"messages": []}')
+        running = await call(upstreams)
+        waiting = asyncio.create_task(asked.open())
+        await in_line(upstreams, 1)
+        gate.pause()
+        close(upstreams, running)
+        while upstreams.in_flight:
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        gate.version = "new"
+        gate.resume()
+        close(upstreams, await waiting)
+        assert asked.extras["policy_version"] == "new"
+
+    run(body)

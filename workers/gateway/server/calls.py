@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -22,12 +23,16 @@ from workers.gateway.server.recorder import RecordedRollout
 from workers.gateway.server.scan import scan_answer
 from workers.gateway.server.turns import Answered, Payload
 from workers.gateway.server.upstream import ModelServer
-from workers.gateway.server.upstreams import Upstreams
+from workers.gateway.server.upstreams import Opened, Upstreams
 
 logger = logging.getLogger(__name__)
 
 #: nginx's status of a client that left before its answer; nobody reads it.
 CLIENT_GONE = 499
+
+
+class _PausedError(Exception):
+    """A call's turn has come, and no call may be made now."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,15 @@ class ModelCall:
         return self.native is not None or self.dialect is CHAT
 
     def request(self, server: ModelServer) -> tuple[str, bytes]:
-        """Return the path and the body that ``server`` is asked with: in the agent's dialect if it speaks that."""
+        """Return the path and the body that ``server`` is asked with: in the agent's dialect if it speaks that.
+
+        Notes the policy version that the call is sampled under, for it is sent now. Raises `_PausedError`.
+        """
+        gate = self.core.gate
+        if gate.is_paused:
+            raise _PausedError
+        if gate.version is not None:
+            self.extras["policy_version"] = gate.version
         self.native = None
         native = server.native.get(self.dialect.name)
         if native is not None:
@@ -91,17 +104,19 @@ class ModelCall:
                 raise
         await exchange.answer(200, answer)
 
-    async def allowed(self) -> None:
-        """Wait until a weight update is over, and note the policy version that the call is sampled under.
+    async def open(self) -> Opened:
+        """Make the call once no weight update goes on and there is room; give the answer back with `Upstreams.close`.
 
-        Raises `GatewayRefusal`: 503 when that takes too long, 409 when the rollout was cancelled meanwhile.
+        Raises `UpstreamError` and `GatewayRefusal`: 503 when an update takes too long, 409 when the rollout was
+        cancelled meanwhile.
         """
         gate = self.core.gate
-        if gate.is_paused:
-            await gate.passed()
-            self.rollout.refuse_if_over()  # those that are too old for the new weights were cancelled meanwhile
-        if gate.version is not None:
-            self.extras["policy_version"] = gate.version
+        while True:
+            if gate.is_paused:
+                await gate.passed()
+                self.rollout.refuse_if_over()  # those that are too old for the new weights were cancelled meanwhile
+            with contextlib.suppress(_PausedError):  # while it waited for room
+                return await self.core.upstreams.open(self.rollout, self.request)
 
     def record(self, payload: Payload, *, partial: bool = False, answer_id: str | None = None) -> None:
         """Record the call as answered; ``answer_id`` is the answer's own, where the upstream gave it one."""
@@ -134,9 +149,7 @@ class ModelCall:
 
     async def _ask(self) -> bytes:
         """Make the call, record it, and return the agent's answer."""
-        await self.allowed()
-        upstreams = self.core.upstreams
-        opened = await upstreams.open(self.rollout, self.request)
+        opened = await self.open()
         malformed: UpstreamError | None = None
         try:
             body = opened.answer.body()
@@ -145,7 +158,7 @@ class ModelCall:
             malformed = error
             raise
         finally:
-            upstreams.close(opened, malformed)
+            self.core.upstreams.close(opened, malformed)
 
     def _recorded(self, body: bytes) -> bytes:
         if self.dialect is CHAT:

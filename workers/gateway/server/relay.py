@@ -54,9 +54,7 @@ class Relay:
         try:
             async with call.rollout.turn():
                 call.rollout.begin(call.call.chat["messages"])
-                await call.allowed()
-                opened = await call.core.upstreams.open(call.rollout, call.request)
-                await self._held(opened)
+                await self._held(await call.open())
         except GatewayRefusal as error:
             if isinstance(error, UpstreamError):
                 call.failed(error)
