@@ -57,6 +57,7 @@ class DoorOptions:
     patience: float = 60.0
     look: float = 5.0
     check: float = 15.0
+    parting: float = 5.0  #: for how many seconds a door that ends waits until Redis has what came
 
 
 @dataclass
@@ -100,7 +101,13 @@ class Door:
             for task in done:
                 task.result()
         finally:
-            await asyncio.shield(end(*tasks, *self._tasks))
+            await asyncio.shield(self._end(tasks))
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        if self._tasks:  # runs that would be lost: a client sends its own once, and waits for it without a limit
+            await asyncio.wait(self._tasks, timeout=self._options.parting)
+        await end(*tasks)
+        await end(*self._tasks)
 
     # -- what clients ask ----------------------------------------------------------------------------------------------
 
@@ -173,17 +180,22 @@ class Door:
         try:
             [found] = await self._connection.submit([run.request])
         except (FleetError, InvalidRequestError) as error:
-            logger.warning("%s was not submitted: %s", rollout_id, error, extra={"stage": "submit"})
-            self._runs.pop(rollout_id, None)
-            frame = frames.reply(self._options.wire, frames.failed(f"{type(error).__name__}: {error}"))
-            await self._socket.send(run.peer, run.request_id, *frame)
+            await self._not_submitted(run, f"{type(error).__name__}: {error}")
             return
+        except asyncio.CancelledError:
+            await self._not_submitted(run, "the door ended before Redis had taken the run")
+            raise
         finally:
             run.submitted.set()
         if found is not Submitted.CREATED:  # by a door before this one, which may have sent some of it
             run.passed_on.unsure = True
         if found is Submitted.FINISHED:
             await self._fetch(rollout_id)
+
+    async def _not_submitted(self, run: Run, why: str) -> None:
+        logger.warning("%s was not submitted: %s", run.request.rollout_id, why, extra={"stage": "submit"})
+        self._runs.pop(run.request.rollout_id, None)
+        await self._socket.send(run.peer, run.request_id, *frames.reply(self._options.wire, frames.failed(why)))
 
     async def _cancel(self, asked: Asked) -> None:
         try:

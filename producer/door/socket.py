@@ -19,6 +19,7 @@ import zmq.asyncio
 _MAX_FRAME = 64 * 1024 * 1024
 #: Numbers that are tried beyond the last one that was seen: connections that came and went have used some.
 _WINDOW = 64
+_LINGER_MS = 1000
 _NUMBER = 4  #: bytes of a connection's number; a zero goes before it
 
 
@@ -71,8 +72,8 @@ class DoorSocket:
         self.close()
 
     def close(self) -> None:
-        """Close the socket; what was not sent yet is dropped."""
-        self._socket.close()
+        """Close the socket; what was not sent a second later is dropped."""
+        self._socket.close(_LINGER_MS)
         self._context.term()
 
     async def receive(self) -> list[bytes]:

@@ -304,6 +304,35 @@ async def test_while_redis_is_away_the_door_is_well_and_what_comes_is_run_later(
 
 
 @scenario
+async def test_a_run_that_a_door_could_not_submit_before_it_ended_has_failed(
+    server: RedisServer, workers: Workers
+) -> None:
+    async with serving(server.url, parting=0.01) as (address, _):
+        client = Client(address)
+        server.stop(signal.SIGTERM)
+        await client.send("a", "run", **RUN)
+        await client.send("h", "health")
+        assert await client.said("h") == {"success": True, "error": None}
+    said = await client.said("a")
+    assert (said["success"], said["error"]) == (False, "the door ended before Redis had taken the run")
+    client.close()
+
+
+@scenario
+async def test_a_run_that_is_being_submitted_when_a_door_ends_is_run(server: RedisServer, workers: Workers) -> None:
+    async with serving(server.url) as (address, _):
+        client = Client(address)
+        server.stop(signal.SIGTERM)
+        await client.send("a", "run", **RUN)
+        await client.send("h", "health")
+        assert await client.said("h") == {"success": True, "error": None}
+        starting = asyncio.create_task(asyncio.to_thread(server.start))
+    await starting
+    assert workers.request("a")
+    client.close()
+
+
+@scenario
 async def test_of_two_doors_of_one_name_the_later_one_goes_on(server: RedisServer, workers: Workers) -> None:
     async with serving(server.url) as (address, first):
         await until(lambda: server.client.exists(broker.consumer_key(NAME, "door")))
