@@ -148,8 +148,10 @@ class Batch(AsyncIterator[RolloutResult]):
         """
         if always or not self._source.is_async:
             full = asyncio.create_task(self._primed.wait())
-            await asyncio.wait({full, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
-            full.cancel()
+            try:
+                await asyncio.wait({full, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                full.cancel()
         if error := _failure(self._follower) or _failure(self._feeder):
             self._reported = True
             raise error

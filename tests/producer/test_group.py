@@ -28,6 +28,7 @@ from producer import (
     StopCondition,
     SyncProducer,
     broker,
+    client,
     inflight,
 )
 from producer.connection import FleetConnection, end
@@ -573,3 +574,19 @@ def test_of_what_was_ended_no_error_is_left_that_nobody_asked_for(caplog):
     asyncio.run(main())
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_a_submission_that_is_given_up_leaves_no_task(settings, idle_worker, monkeypatch):
+    monkeypatch.setattr(client, "_GIVE_UP_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            producer.connection.submit_chunk = lambda chunk: asyncio.Event().wait()
+            for submitting in (producer.submit_many([REQUEST]), producer.submit_group(REQUEST, 2)):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await submitting
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
