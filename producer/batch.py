@@ -344,14 +344,19 @@ class Batch(AsyncIterator[RolloutResult]):
         self._group = next_group(stored)
         missing = [request.rollout_id for request, raw in zip(group, stored, strict=True) if raw is None]
         states = await self._lasting.states(missing) if missing else {}
+        again = []
         for request, raw in zip(group, stored, strict=True):
             self._announced.popleft()
             if states.get(request.rollout_id) in {JobState.PENDING, JobState.RUNNING}:
                 # It was retried, or Redis lost how it ended: it runs again, and its next end counts.
                 self._waiting[request.rollout_id] = request
                 self._sent.add(request.rollout_id)
+                again.append(request.rollout_id)
             else:
                 self._fetched.append((request, raw))
+        for rollout_id, state in (await self._lasting.states(again)).items():
+            if state == JobState.DONE:  # it was announced while nobody waited for it
+                self._announce(rollout_id)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

@@ -434,6 +434,31 @@ def test_a_duplicate_announcement_is_delivered_once(settings, idle_worker, make)
     assert resumed == ["r-0", "r-1"]  # the position is that of the first entry: its duplicate comes after it
 
 
+def test_a_rollout_that_runs_again_and_ends_while_it_is_looked_up_is_delivered(settings, idle_worker, make):
+    async def go():
+        async with Producer(settings) as producer:
+            batch = await producer.submit_many(make(1), batch_id="b")
+            [request] = batch._waiting.values()
+            idle_worker.announce("r-0", "b", "has_error")  # and it is retried, before its result was fetched
+            look, looks = batch._lasting.states, count()
+
+            async def states(ids):
+                if ids and not next(looks):
+                    before = batch._completions.position
+                    idle_worker.client.hset(broker.job_key("r-0"), "state", "pending")
+                    found = await look(ids)
+                    idle_worker.finish(done(request))
+                    await until(lambda: batch._completions.position != before)
+                    return found
+                return await look(ids)
+
+            batch._lasting.states = states
+            async with asyncio.timeout(10):
+                return [result async for result in batch]
+
+    assert [result.completed for result in asyncio.run(go())] == [True]
+
+
 def test_a_failed_task_becomes_a_typed_result(settings, idle_worker, make):
     def store(worker):
         error = RuntimeError("cannot pickle", "this")
