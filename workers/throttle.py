@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from producer import broker
+from producer.heeding import heed_cancellations
 from workers.aio import off_the_clock
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Throttle:
     """
 
     def __init__(self, client: Redis | None, key: str, *, per_minute: float, burst: int) -> None:
+        if client is not None:
+            heed_cancellations(client)
         self._key = key
         self._bucket = _Bucket(interval=60.0 / per_minute, burst=burst)
         self._script: Any = client.register_script(broker.script("workers", "throttle")) if client else None

@@ -13,6 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from producer import broker
+from producer.heeding import heed_cancellations
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class LiveDeltas:
         self._redis: aioredis.Redis = aioredis.Redis.from_url(
             redis_url, socket_timeout=_PATIENCE, socket_connect_timeout=_PATIENCE, retry=Retry(NoBackoff(), 0)
         )
+        heed_cancellations(self._redis)
 
     def of(self, batch_id: str, rollout_id: str, attempt: int) -> Episode:
         """Return where one attempt sends its deltas."""
