@@ -40,6 +40,8 @@ class Cluster:
     directory: Path
     resources: list[Resource]
     ports: dict[str, int]
+    #: What comes from Secrets that are there before the chart.
+    secrets: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def here(self, text: str) -> str:
@@ -58,7 +60,7 @@ class Cluster:
             "TMPDIR": str(self.directory),
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-        return image | {key: self.here(value) for key, value in rendered.items()}
+        return image | self.secrets | {key: self.here(value) for key, value in rendered.items()}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start the container's command."""
@@ -175,6 +177,35 @@ def test_the_rendered_door_opens_and_ends_in_time(helm4: Helm, tmp_path: Path) -
         wait_until(lambda: words in cluster.log("fleet-env-math"), timeout=30, what=words)
         door.send_signal(signal.SIGTERM)
         assert door.wait(30) == 0, cluster.log("fleet-env-math")
+
+
+def test_the_rendered_flower_shows_the_fleet_to_who_has_the_password(helm4: Helm, tmp_path: Path) -> None:
+    ports = {name: free_port() for name in ("redis", "gateway", "flower", "admin")}
+    over = {
+        "flower": {"enabled": True, "existingSecret": "flower", "port": ports["flower"]},
+        "gateway": {"port": ports["gateway"]},
+        "admin": {"port": ports["admin"]},
+    }
+    secrets = {"FLOWER_BASIC_AUTH": "somebody:sesame"}
+    url, auth = f"http://127.0.0.1:{ports['flower']}", ("somebody", "sesame")
+    with closing(Cluster(tmp_path, helm4.render("trial", over), ports, secrets)) as cluster:
+        cluster.start_redis()
+        for name in ("fleet-worker-default", "fleet-flower"):
+            cluster.start(name)
+        for name in ("fleet-worker-default", "fleet-flower"):
+            cluster.await_probe(name, "livenessProbe")
+
+        pages = ("/", "/worker/any", "/tasks", "/api/workers", "/api/tasks")
+        assert {httpx.get(url + page).status_code for page in pages} == {401}
+
+        def shown() -> set[str]:
+            answer = httpx.get(f"{url}/api/workers", params={"refresh": "1"}, auth=auth, timeout=30)
+            return {task for worker in answer.raise_for_status().json().values() for task in worker["registered"]}
+
+        wait_until(lambda: "rollouts.run" in shown(), timeout=60, what="the worker in Flower")
+        cluster.processes["fleet-flower"].send_signal(signal.SIGTERM)
+        assert cluster.processes["fleet-flower"].wait(30) == 0, cluster.log("fleet-flower")
+        assert "sesame" not in cluster.log("fleet-flower")
 
 
 def _metrics_want_the_rendered_token(cluster: Cluster, worker: dict[str, str]) -> None:
