@@ -27,6 +27,7 @@ from workers.sandboxes.base import FoundSandbox, SandboxSpec
 from workers.sandboxes.polls import Answer, Ended, Failed, Unclear
 from workers.sandboxes.prime_errors import (
     ENDED_STATES,
+    SHORTEST_PAUSE,
     RateLimitError,
     UnansweredError,
     died,
@@ -51,8 +52,6 @@ COMMAND_GRACE = 15.0
 TRANSFER_LIMIT = 300.0
 #: Seconds to wait after a 429 that does not say for how long.
 RATE_LIMIT_DELAY = 10.0
-#: Least seconds to wait after a first one; doubled with each further one.
-RATE_LIMIT_SHORTEST = 0.25
 #: Sandboxes in one page of a list; the platform's limit.
 PAGE = 100
 #: Files that are moved at one time.
@@ -306,7 +305,7 @@ class Platform:
     async def _call(self, what: str, limit: float, sandbox_id: str, call: Callable[[], Awaitable[T]]) -> T:
         """Do ``call``, again after each 429 as far as ``limit`` goes: those are refused before anything is done."""
         loop = asyncio.get_running_loop()
-        end, limited, delay = loop.time() + limit, None, RATE_LIMIT_SHORTEST
+        end, limited, delay = loop.time() + limit, None, SHORTEST_PAUSE
         while True:
             await self._turnstile()
             left = end - loop.time()
@@ -322,8 +321,7 @@ class Platform:
                     raise
                 # What was left of the time after the last 429 may be too short for any answer.
                 raise _told_to_wait(what, limited) from error
-            # It may say "0", or a date that has passed by our clock: all who were refused would ask again without end.
-            wait, delay = max(delay, limited.retry_after), 2 * delay
+            wait, delay = limited.pause(delay), min(2 * delay, RATE_LIMIT_DELAY)
             if wait > end - loop.time():
                 raise _told_to_wait(what, limited) from limited
             await asyncio.sleep(wait)

@@ -45,6 +45,8 @@ _STATUS = re.compile(r"\bHTTP (\d{3})\b")
 _NO_KEY = "No API key configured"
 #: How a 401 for a command reads.
 _TOKEN_REFUSED = "Connect RPC failed (unauthenticated)"  # noqa: S105 - no password
+#: Seconds; a 429 that names fewer has named no pause.
+SHORTEST_PAUSE = 0.25
 #: Shorter values are too common to be looked for in the platform's words.
 _SHORTEST_SECRET = 4
 
@@ -55,6 +57,13 @@ class RateLimitError(SandboxError):
     def __init__(self, retry_after: float, detail: str) -> None:
         super().__init__("the platform wants fewer requests (HTTP 429)", detail=detail, retryable=True)
         self.retry_after = retry_after
+
+    def pause(self, delay: float) -> float:
+        """Return the seconds to wait: those that it names, or ``delay`` where those are none to speak of.
+
+        It may say "0", or a date that has passed by our clock: all who were refused would ask again without end.
+        """
+        return self.retry_after if self.retry_after >= SHORTEST_PAUSE else delay
 
 
 class UnansweredError(SandboxError):

@@ -115,7 +115,7 @@ class Lifecycle:
                     return
                 wait = delay * random.uniform(0.5, 1)  # noqa: S311 - not for secrets
                 if isinstance(failure, RateLimitError):
-                    wait = max(wait, failure.retry_after)
+                    wait = failure.pause(wait)
                 delay *= 2
                 if not failure.retryable or loop.time() + wait >= end:
                     raise SandboxError(

@@ -396,6 +396,20 @@ def test_a_429_that_asks_for_no_pause_gets_longer_and_longer_ones(prime: Prime, 
     assert prime.run(body) >= 0.25 * (0.5 + 1 + 2)
 
 
+@pytest.mark.parametrize("endpoint", ["upload", "delete_sandbox"])
+def test_a_429_that_names_a_time_is_obeyed_however_often_it_comes(prime: Prime, spec: Spec, endpoint: str) -> None:
+    """Longer pauses than those would give up before the platform does."""
+
+    async def body(sandboxes: PrimeSandboxes) -> float:
+        async with sandboxes.create(spec()) as sandbox:
+            prime.fault(endpoint, status=429, retry_after=0.3, times=6)
+            began = asyncio.get_running_loop().time()
+            await sandbox.upload_bytes("/tmp/x", b"x")
+        return asyncio.get_running_loop().time() - began
+
+    assert 6 * 0.3 <= prime.run(body) < 0.5 * (0.5 + 1 + 2 + 4 + 8 + 16), "that is what doubled ones take"
+
+
 def test_a_deletion_that_hangs_is_tried_again(prime: Prime, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_client, "DELETE_LIMIT", 0.3)
     prime.fault("delete_sandbox", hang=True)
