@@ -196,6 +196,36 @@ def test_room_at_a_server_that_is_left_alone_goes_to_a_call_that_the_others_refu
     run(body, servers=2)
 
 
+def test_room_is_not_looked_for_once_for_each_in_line_who_cannot_use_it() -> None:
+    """As many as were on their way to a server that went away may stand there, and calls end by the hundred."""
+
+    async def body(upstreams: Upstreams) -> None:
+        gone, full = upstreams.servers
+        looks, original = 0, upstreams._choose
+
+        def look(*arguments: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return original(*arguments)
+
+        async def refuse(path: str, body: bytes) -> Any:
+            await asyncio.sleep(0)  # until all are on their way
+            raise UpstreamError(502, "refused", "connect", unsent=True)
+
+        gone.post = refuse  # type: ignore[method-assign]
+        gone.in_flight, full.in_flight = -50, 1
+        refused = [call(upstreams) for _ in range(50)]
+        await in_line(upstreams, 50)
+        gone.in_flight += 50
+        upstreams._choose = look  # type: ignore[method-assign]
+        upstreams._left(full)
+        assert looks < 5
+        for each in refused:  # the first that was refused is the first that has its turn
+            close(upstreams, await each)
+
+    run(body, servers=2)
+
+
 def test_a_call_in_line_is_not_made_in_a_weight_update_and_names_the_version_that_it_had() -> None:
     async def body(upstreams: Upstreams) -> None:
         gate = Gate(WAIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import ssl
 from collections import deque
@@ -83,6 +84,8 @@ class Upstreams:
         ]
         self._limits = limits or UpstreamLimits()
         self._waiting: deque[_Waiting] = deque()
+        # Those that were refused have waited before, and may use what the others may not: a server that is left alone.
+        self._refused: deque[_Waiting] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -92,7 +95,7 @@ class Upstreams:
     @property
     def waiting(self) -> int:
         """Calls that wait for room."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._refused)
 
     async def open(self, rollout: Sticky, request: Request) -> Opened:
         """Make a call at one of the servers; give the answer back with `close`. Raises `UpstreamError`."""
@@ -176,17 +179,17 @@ class Upstreams:
         if server := self._choose(rollout.upstream, tried):
             server.in_flight += 1
             return server
-        if len(self._waiting) >= self._limits.waiting:
-            raise busy(f"{len(self._waiting)} calls wait for a model server already.", 1.0)
+        if self.waiting >= self._limits.waiting:
+            raise busy(f"{self.waiting} calls wait for a model server already.", 1.0)
         caller = _Waiting(rollout, tried, asyncio.get_running_loop().create_future())
-        # One that was refused has waited before, and may use what the others may not: a server that is left alone.
-        (self._waiting.appendleft if tried else self._waiting.append)(caller)
+        line = self._refused if tried else self._waiting
+        line.append(caller)
         try:
             async with asyncio.timeout(self._limits.wait):
                 return await caller.turn
         except BaseException as error:
             if caller.turn.cancelled():
-                self._waiting.remove(caller)
+                line.remove(caller)
             else:  # it was given room in the moment in which it went
                 self._left(caller.turn.result())
             if isinstance(error, TimeoutError):
@@ -204,14 +207,16 @@ class Upstreams:
 
     def _give_one(self) -> bool:
         """Give room to the first in line that can use what there is: a call is not made twice at one server."""
-        for caller in self._waiting:
-            if caller.turn.done():
+        left_out: list[set[ModelServer]] = []  # there is no room for who has tried these, and they may be many
+        for caller in itertools.chain(self._refused, self._waiting):
+            if caller.turn.done() or caller.tried in left_out:
                 continue
             if server := self._choose(caller.rollout.upstream, caller.tried):
                 server.in_flight += 1
                 caller.turn.set_result(server)
-                self._waiting.remove(caller)
+                (self._refused if caller.tried else self._waiting).remove(caller)
                 return True
             if not caller.tried:  # then there is none for those behind it either, and the line may be long
                 return False
+            left_out.append(caller.tried)
         return False
