@@ -202,11 +202,19 @@ def run_until_done(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -
     """Run ``loop`` until ``future`` is done, and return what it returns.
 
     A task in which somebody's code wants to end the process fails with that: asyncio would end the loop as well, and
-    with it whatever else runs there.
+    with it whatever else runs there. Nor does anybody else's `stop` end it.
     """
-    while not future.done():
+    ended = False
+
+    def end(_: asyncio.Future[T]) -> None:
+        nonlocal ended
+        ended = True
+        loop.stop()
+
+    future.add_done_callback(end)
+    while not ended:
         try:
-            loop.run_until_complete(future)
+            loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
             logger.exception("a task wanted to end the process", extra={"stage": "loop"})
     return future.result()

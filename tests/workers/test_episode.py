@@ -168,6 +168,31 @@ def test_an_episode_whose_task_wants_to_end_the_process_ends_alone(end: type[Bas
     on_thread(test)
 
 
+def test_an_episode_that_stops_its_loop_stops_nobody() -> None:
+    began, stopped = threading.Event(), threading.Event()
+
+    async def other() -> str:
+        began.set()
+        while not stopped.is_set():
+            await asyncio.sleep(0)
+        return "went on"
+
+    async def stops() -> str:
+        asyncio.get_running_loop().stop()
+        stopped.set()
+        await asyncio.sleep(0)
+        return "went on too"
+
+    async def test(thread: LoopThread) -> None:
+        running = asyncio.create_task(thread.run(other(), 1))
+        await asyncio.to_thread(began.wait, 20)
+        async with asyncio.timeout(20):
+            assert await thread.run(stops(), 1) == "went on too"
+            assert await running == "went on"
+
+    on_thread(test)
+
+
 def test_what_an_episode_raises_is_raised_and_what_is_left_ends_with_the_thread() -> None:
     ended: list[bool] = []
 

@@ -196,6 +196,16 @@ def test_a_task_that_a_coroutine_began_and_that_exits_does_not_end_the_loop(
     assert driver.run(registered(app, fine)) == ("result", 0, 1)
 
 
+def test_a_coroutine_that_stops_the_loop_stops_nobody(app: Celery, driver: Driver) -> None:
+    async def stop() -> int:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return 1
+
+    assert driver.run(registered(app, stop)) == ("result", 0, 1)
+    assert driver.pool.did_start_ok()
+
+
 def test_a_cancellation_that_nobody_asked_for_fails_the_task(app: Celery, driver: Driver) -> None:
     async def cancel_itself() -> None:
         raise asyncio.CancelledError
