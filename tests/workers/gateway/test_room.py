@@ -12,7 +12,7 @@ import pytest
 from workers.gateway.protocol import Registration
 from workers.gateway.server.calls import CallSettings, ModelCalls
 from workers.gateway.server.dialects.table import CHAT
-from workers.gateway.server.errors import UpstreamError
+from workers.gateway.server.errors import GatewayRefusal, UpstreamError
 from workers.gateway.server.gate import Gate
 from workers.gateway.server.recorder import Recorder
 from workers.gateway.server.upstreams import Opened, UpstreamLimits, Upstreams
@@ -244,5 +244,21 @@ def test_a_call_in_line_is_not_made_in_a_weight_update_and_names_the_version_tha
         gate.resume()
         close(upstreams, await waiting)
         assert asked.extras["policy_version"] == "new"
+
+    run(body)
+
+
+def test_a_call_whose_rollout_is_cancelled_while_it_is_in_line_is_not_made() -> None:
+    async def body(upstreams: Upstreams) -> None:
+        rollout = Recorder().register("r", Registration(model="m"), None)
+        asked = ModelCalls(upstreams, Gate(WAIT), CallSettings()).read(rollout, CHAT, b'{"messages": []}')
+        running = await call(upstreams)
+        waiting = asyncio.create_task(asked.open())
+        await in_line(upstreams, 1)
+        rollout.cancel()  # by an update of the weights, say, that is over when there is room
+        close(upstreams, running)
+        with pytest.raises(GatewayRefusal) as refused:
+            close(upstreams, await waiting)
+        assert refused.value.status_code == 409
 
     run(body)

@@ -70,11 +70,13 @@ class ModelCall:
     def request(self, server: ModelServer) -> tuple[str, bytes]:
         """Return the path and the body that ``server`` is asked with: in the agent's dialect if it speaks that.
 
-        Notes the policy version that the call is sampled under, for it is sent now. Raises `_PausedError`.
+        Notes the policy version that the call is sampled under, for it is sent now. Raises `_PausedError`, and
+        `GatewayRefusal` when the rollout was cancelled while the call waited for room.
         """
         gate = self.core.gate
         if gate.is_paused:
             raise _PausedError
+        self.rollout.refuse_if_over()
         if gate.version is not None:
             self.extras["policy_version"] = gate.version
         self.native = None
