@@ -781,6 +781,36 @@ def test_a_worker_that_is_killed_while_it_makes_its_directory_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_where_no_directory_can_be_made_costs_each_creation_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop waits while one is started: thousands of creations that fail would hang it."""
+    begun: list[list[Path]] = []
+    start = Reaper.start
+
+    def counted(directories: list[Path]) -> Reaper:
+        begun.append(directories)
+        return start(directories)
+
+    monkeypatch.setattr(Reaper, "start", counted)
+
+    async def main() -> None:
+        place = tmp_path / "place"
+        place.write_text("no directory")
+        sandboxes = LocalSandboxes(root=place)
+        for _ in range(3):
+            with pytest.raises(SandboxError, match="could not create a sandbox: Not a directory"):
+                await sandboxes.create(spec()).__aenter__()
+        place.unlink()
+        async with sandboxes.create(spec()) as sandbox:
+            assert (await sandbox.execute_command("echo hi")).stdout == "hi\n"
+        await sandboxes.aclose()
+        assert list(place.iterdir()) == []
+
+    asyncio.run(main())
+    assert len(begun) == 1
+
+
 # Files
 
 

@@ -60,6 +60,7 @@ class LocalSandboxes(SandboxProvider):
         self._census = Census(self._cleaners, SANDBOX_VARIABLE)
         self._base: Path | None = None
         self._reaper: Reaper | None = None
+        self._has_directory = False
         self._open: set[LocalSandbox] = set()
         self._closed = False
 
@@ -132,13 +133,10 @@ class LocalSandboxes(SandboxProvider):
         if self._base is None or self._reaper is None:
             base = (self._root or Path(tempfile.gettempdir())).resolve() / f"rollouts-{secrets.token_hex(8)}"
             # Before the directory, which nobody would remove if this process were killed in between.
-            reaper = Reaper.start([base])
-            try:
-                base.mkdir(mode=0o700, parents=True)
-            except BaseException:
-                reaper.close()
-                raise
-            self._base, self._reaper = base, reaper
+            self._base, self._reaper = base, Reaper.start([base])
+        if not self._has_directory:
+            self._base.mkdir(mode=0o700, parents=True)
+            self._has_directory = True
         return self._base, self._reaper
 
 
