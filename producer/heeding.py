@@ -15,7 +15,8 @@ import redis.asyncio as aioredis
 def heed_cancellations(client: aioredis.Redis) -> None:
     """Have all connections that ``client`` makes from now on be such ones."""
     pool: Any = client.connection_pool
-    pool.connection_class = type("HeedingConnection", (_Heeding, pool.connection_class), {})
+    if not issubclass(pool.connection_class, _Heeding):
+        pool.connection_class = type("HeedingConnection", (_Heeding, pool.connection_class), {})
 
 
 class _Heeding:

@@ -76,7 +76,7 @@ def end_children(children: Sequence[Child], grace: float) -> None:
 
 @functools.cache
 def _ports_in_turn() -> Iterator[int]:
-    return itertools.cycle(random.sample(PORTS, len(PORTS)))
+    return itertools.cycle(random.SystemRandom().sample(PORTS, len(PORTS)))  # another order in each process
 
 
 def free_port() -> int:
