@@ -133,6 +133,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         workers[-1].occupy()
         # What it does at its start is over then; the lease keeper's next duties are a quarter of a lease away.
         wait_until(lambda: workers[-1].client.exists(broker.SWEPT), what="the first sweep")
+        # The sweep may be one of a worker that has just been closed.
+        wait_until(lambda: workers[-1].fleet.keeper._told, what="the keeper's first round")
         return workers[-1]
 
     yield start
