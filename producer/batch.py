@@ -106,6 +106,7 @@ class Batch(AsyncIterator[RolloutResult]):
         self._sent: set[str] = set()
         self._announced: deque[RolloutRequest] = deque()
         self._fetched: deque[tuple[RolloutRequest, bytes | None]] = deque()
+        self._again: list[str] = []
         self._cancelled = self._closed = self._reported = False
         self._changed = asyncio.Event()
         self._primed = asyncio.Event()
@@ -164,7 +165,9 @@ class Batch(AsyncIterator[RolloutResult]):
             self._consumption.came_back()
             while not self._fetched:
                 self._raise_error()
-                if self._announced:
+                if self._again:
+                    await self._look_again()
+                elif self._announced:
                     await self._fetch()
                 elif self._closed or (self._feeder.done() and not self._waiting):
                     await self._acknowledge()
@@ -344,19 +347,25 @@ class Batch(AsyncIterator[RolloutResult]):
         self._group = next_group(stored)
         missing = [request.rollout_id for request, raw in zip(group, stored, strict=True) if raw is None]
         states = await self._lasting.states(missing) if missing else {}
-        again = []
+        ended = [rollout_id for rollout_id, state in states.items() if state == JobState.DONE]
+        # They may have run again, and ended between the two looks.
+        late = dict(zip(ended, await self._lasting.stored_results(ended) if ended else [], strict=True))
         for request, raw in zip(group, stored, strict=True):
             self._announced.popleft()
             if states.get(request.rollout_id) in {JobState.PENDING, JobState.RUNNING}:
                 # It was retried, or Redis lost how it ended: it runs again, and its next end counts.
                 self._waiting[request.rollout_id] = request
                 self._sent.add(request.rollout_id)
-                again.append(request.rollout_id)
+                self._again.append(request.rollout_id)
             else:
-                self._fetched.append((request, raw))
-        for rollout_id, state in (await self._lasting.states(again)).items():
-            if state == JobState.DONE:  # it was announced while nobody waited for it
+                self._fetched.append((request, raw or late.get(request.rollout_id)))
+
+    async def _look_again(self) -> None:
+        """Find which of those that run again have ended since: they were announced while nobody waited for them."""
+        for rollout_id, state in (await self._lasting.states(self._again)).items():
+            if state == JobState.DONE:
                 self._announce(rollout_id)
+        self._again.clear()
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -373,11 +382,8 @@ class Batch(AsyncIterator[RolloutResult]):
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: self._changed.set())
         return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._changed.set()
 
     def _raise_error(self) -> None:
         if error := _failure(self._follower):

@@ -19,7 +19,7 @@ from producer import (
     StopCondition,
     broker,
 )
-from producer.connection import CHUNK
+from producer.connection import CHUNK, end
 from producer.results import Recent
 
 
@@ -434,26 +434,38 @@ def test_a_duplicate_announcement_is_delivered_once(settings, idle_worker, make)
     assert resumed == ["r-0", "r-1"]  # the position is that of the first entry: its duplicate comes after it
 
 
-def test_a_rollout_that_runs_again_and_ends_while_it_is_looked_up_is_delivered(settings, idle_worker, make):
+@pytest.mark.parametrize("look", ["stored_results", "states"])
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_rollout_that_runs_again_and_ends_while_it_is_looked_up_is_delivered(
+    settings, idle_worker, make, look, given_up
+):
     async def go():
         async with Producer(settings) as producer:
             batch = await producer.submit_many(make(1), batch_id="b")
             [request] = batch._waiting.values()
             idle_worker.announce("r-0", "b", "has_error")  # and it is retried, before its result was fetched
-            look, looks = batch._lasting.states, count()
+            looking, looks, second = getattr(batch._lasting, look), count(), asyncio.Event()
 
-            async def states(ids):
-                if ids and not next(looks):
-                    before = batch._completions.position
-                    idle_worker.client.hset(broker.job_key("r-0"), "state", "pending")
-                    found = await look(ids)
-                    idle_worker.finish(done(request))
-                    await until(lambda: batch._completions.position != before)
-                    return found
-                return await look(ids)
+            async def looked(ids):
+                nth = next(looks) if ids else None
+                if nth == 1:
+                    second.set()
+                    await asyncio.sleep(3600 if given_up else 0)
+                if nth != 0:
+                    return await looking(ids)
+                before = batch._completions.position
+                idle_worker.client.hset(broker.job_key("r-0"), "state", "pending")
+                found = await looking(ids)
+                idle_worker.finish(done(request))
+                await until(lambda: batch._completions.position != before)
+                return found
 
-            batch._lasting.states = states
-            async with asyncio.timeout(10):
+            setattr(batch._lasting, look, looked)
+            async with asyncio.timeout(20):  # who misses it looks after 30 s
+                if given_up:
+                    taking = asyncio.create_task(anext(batch))
+                    await second.wait()
+                    await end(taking)
                 return [result async for result in batch]
 
     assert [result.completed for result in asyncio.run(go())] == [True]
