@@ -209,6 +209,8 @@ class Group(AsyncIterator[RolloutResult]):
         except BatchCancelledError as error:  # by somebody else, before one was replaced: the others come all the same
             self._decide(Drop.CANCELLED, str(error))
             await self._take_all()
+        if self._cancelling is not None:  # of what has ended by now
+            await end(self._cancelling)
 
     async def _take_all(self) -> None:
         async for result in self.batch:

@@ -145,6 +145,7 @@ class Groups(AsyncIterator[GroupResult]):
 
     async def _hand_out(self, ended: asyncio.Future[GroupResult]) -> GroupResult:
         if error := ended.exception():  # it could not be followed to its end, and will not be
+            await self._open[ended].aclose()
             self._leave(ended)
             raise error
         decision = ended.result()

@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+from redis import ResponseError
 
 from producer import (
     BatchCancelledError,
@@ -32,6 +33,7 @@ from producer import (
     inflight,
 )
 from producer.connection import FleetConnection, end
+from producer.results import Completions
 
 REQUEST = RolloutRequest.parse({"model": "m", "example_id": 7, "policy_version": 3})
 BROKEN = ErrorInfo(kind=ErrorKind.SANDBOX, message="it broke")
@@ -139,6 +141,48 @@ def test_the_rest_is_cancelled_also_when_redis_was_away_for_longer_than_a_call_w
             assert {r.stop_condition async for r in group} == {StopCondition.COMPLETED, StopCondition.CANCELLED}
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_cancellation_of_the_rest_that_is_not_answered_is_over_when_the_rest_has_ended(settings, worker):
+    worker.behaviour = holding(1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            cancel = producer.connection._cancel
+
+            async def unanswered(**call: list[object]) -> None:
+                await cancel(**call)
+                await asyncio.Event().wait()
+
+            producer.connection._cancel = unanswered
+            groups = producer.groups([REQUEST], GroupTerms(2, 1), run_id="run")
+            assert len((await anext(groups)).results) == 1
+            await wait_for(lambda: not groups._kept)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_group_that_cannot_be_followed_leaves_no_task(settings, idle_worker, monkeypatch):
+    async def main() -> None:
+        submitted = asyncio.Event()
+
+        async def read(self: Completions) -> None:
+            await submitted.wait()
+            raise ResponseError("ERR what Redis may not say")
+
+        monkeypatch.setattr(Completions, "read", read)
+        async with Producer(settings) as producer:
+            groups = producer.groups([REQUEST], GroupTerms(2), run_id="run")
+            coming = asyncio.create_task(anext(groups))
+            await wait_for(lambda: groups.open)
+            submitted.set()
+            with pytest.raises(ResponseError, match="may not say"):
+                await coming
+            assert not groups.open
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
 
 
 def test_or_the_rest_is_kept(settings, worker):
