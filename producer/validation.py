@@ -75,7 +75,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return []
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _kind(value: object) -> str:

@@ -86,6 +86,7 @@ def test_any_text_is_a_request_or_a_named_error(data):
         ({"max_turns": "x"}, "max_turns: Input should be a valid integer"),
         ({"max_turnss": 3}, "max_turnss: no such field; did you mean 'max_turns'?"),
         ({"deadlines": {"agnet": 3}}, "deadlines.agnet: no such field; did you mean 'agent'?"),
+        ({"deadlines": {"regster": 3}}, "deadlines.regster: no such field; did you mean 'register'?"),
         ({"resources": {"cpu": 3}}, "resources.cpu: no such field; there are cpu_cores, memory_gb, "),
         ({"model": None}, "model: Input should be a valid string (got null"),
         ({"rollout_id": "a b"}, "rollout_id: String should match pattern"),
