@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,10 +105,18 @@ class Door:
             await asyncio.shield(self._end(tasks))
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        if self._tasks:  # runs that would be lost: a client sends its own once, and waits for it without a limit
-            await asyncio.wait(self._tasks, timeout=self._options.parting)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.parting):
+                await self._settled()
+                await end(*tasks)
+                await self._settled()  # what came meanwhile
         await end(*tasks)
         await end(*self._tasks)
+
+    async def _settled(self) -> None:
+        """Wait for runs that would be lost: a client sends its own once, and waits for it without a limit."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     # -- what clients ask ----------------------------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import redis
@@ -20,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from producer import Producer, ProducerSettings, RolloutResult, StopCondition, broker
+from producer.connection import FleetConnection, Submitted
 from producer.contract import RolloutRequest
 from producer.door.door import Door, DoorOptions
 from producer.door.episode import EpisodeAnswer, EpisodeCall, pack, unpack
@@ -320,7 +322,7 @@ async def test_a_run_that_a_door_could_not_submit_before_it_ended_has_failed(
 
 @scenario
 async def test_a_run_that_is_being_submitted_when_a_door_ends_is_run(server: RedisServer, workers: Workers) -> None:
-    async with serving(server.url) as (address, _):
+    async with serving(server.url, parting=60) as (address, _):
         client = Client(address)
         server.stop(signal.SIGTERM)
         await client.send("a", "run", **RUN)
@@ -329,6 +331,36 @@ async def test_a_run_that_is_being_submitted_when_a_door_ends_is_run(server: Red
         starting = asyncio.create_task(asyncio.to_thread(server.start))
     await starting
     assert workers.request("a")
+    client.close()
+
+
+@scenario
+async def test_a_run_that_comes_while_a_door_ends_is_run(server: RedisServer, workers: Workers) -> None:
+    submit, coming = FleetConnection.submit, {name: asyncio.Event() for name in "ab"}
+    taken: set[str] = set()
+
+    async def submit_later(self: FleetConnection, requests: Sequence[RolloutRequest]) -> list[Submitted]:
+        name = str(requests[0].info["request_id"])
+        taken.add(name)
+        await coming[name].wait()
+        return await submit(self, requests)
+
+    async def send_another(door: asyncio.Task[None]) -> None:
+        await until(door.cancelling)
+        await client.send("b", "run", **RUN)
+        await until(lambda: "b" in taken)
+        coming["a"].set()
+        await until(lambda: workers.request("a"))
+        asyncio.get_running_loop().call_later(0.05, coming["b"].set)
+
+    with patch.object(FleetConnection, "submit", submit_later):
+        async with serving(server.url, parting=60) as (address, door):
+            client = Client(address)
+            await client.send("a", "run", **RUN)
+            await until(lambda: "a" in taken)
+            sending = asyncio.create_task(send_another(door))
+        await sending
+    assert workers.request("b")
     client.close()
 
 
