@@ -40,8 +40,8 @@ class Cluster:
     directory: Path
     resources: list[Resource]
     ports: dict[str, int]
-    #: What comes from Secrets that are there before the chart.
-    secrets: dict[str, str] = field(default_factory=dict)
+    #: Secrets that are there before the chart.
+    secrets: dict[str, Resource] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def here(self, text: str) -> str:
@@ -52,7 +52,7 @@ class Cluster:
 
     def variables(self, name: str) -> dict[str, str]:
         """Return what the container would find in its environment."""
-        rendered = variables(workloads(self.resources)[name], of_kind(self.resources, "Secret"))
+        rendered = variables(workloads(self.resources)[name], of_kind(self.resources, "Secret") | self.secrets)
         # Of the image: the path, and where it may write.
         image = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -60,7 +60,7 @@ class Cluster:
             "TMPDIR": str(self.directory),
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-        return image | self.secrets | {key: self.here(value) for key, value in rendered.items()}
+        return image | {key: self.here(value) for key, value in rendered.items()}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start the container's command."""
@@ -186,7 +186,7 @@ def test_the_rendered_flower_shows_the_fleet_to_who_has_the_password(helm4: Helm
         "gateway": {"port": ports["gateway"]},
         "admin": {"port": ports["admin"]},
     }
-    secrets = {"FLOWER_BASIC_AUTH": "somebody:sesame"}
+    secrets = {"flower": {"stringData": {"basic-auth": "somebody:sesame"}}}
     url, auth = f"http://127.0.0.1:{ports['flower']}", ("somebody", "sesame")
     with closing(Cluster(tmp_path, helm4.render("trial", over), ports, secrets)) as cluster:
         cluster.start_redis()
@@ -196,7 +196,8 @@ def test_the_rendered_flower_shows_the_fleet_to_who_has_the_password(helm4: Helm
             cluster.await_probe(name, "livenessProbe")
 
         pages = ("/", "/worker/any", "/tasks", "/api/workers", "/api/tasks")
-        assert {httpx.get(url + page).status_code for page in pages} == {401}
+        assert {httpx.get(url + page, timeout=30).status_code for page in pages} == {401}
+        assert {httpx.get(url + page, timeout=30).status_code for page in ("/metrics", "/healthcheck")} == {200}
 
         def shown() -> set[str]:
             answer = httpx.get(f"{url}/api/workers", params={"refresh": "1"}, auth=auth, timeout=30)
