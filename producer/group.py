@@ -181,8 +181,11 @@ class Group(AsyncIterator[RolloutResult]):
 
     async def aclose(self) -> None:
         """Stop following it; what is in flight goes on, unless nobody needs it any more."""
-        if self._cancelling is not None:  # its rollouts would run for hours, for nobody
-            await asyncio.wait({self._cancelling}, timeout=_CANCEL_SECONDS)
+        try:
+            if self._cancelling is not None:  # its rollouts would run for hours, for nobody
+                await asyncio.wait({self._cancelling}, timeout=_CANCEL_SECONDS)
+        finally:
+            self.batch.close()
         await self.batch.aclose()
         await end(self._pump, *([self._cancelling] if self._cancelling else []))
 

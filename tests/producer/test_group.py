@@ -163,6 +163,22 @@ def test_a_cancellation_of_the_rest_that_is_not_answered_is_over_when_the_rest_h
     asyncio.run(main())
 
 
+def test_closing_a_group_that_is_given_up_ends_it_all_the_same(settings, worker):
+    worker.behaviour = holding(1)
+
+    async def main() -> None:
+        async with Producer(settings) as producer:
+            producer.connection._cancel = lambda **call: asyncio.Event().wait()
+            group = await producer.submit_group(REQUEST, 2, min_usable=1)
+            await group.result(20)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await group.aclose()
+            await wait_for(lambda: group.ended)
+
+    asyncio.run(main())
+
+
 def test_a_group_that_cannot_be_followed_leaves_no_task(settings, idle_worker, monkeypatch):
     async def main() -> None:
         submitted = asyncio.Event()
