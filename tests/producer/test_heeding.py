@@ -8,6 +8,7 @@ import pytest
 
 from producer import Producer
 from producer.connection import FleetConnection
+from producer.heeding import heed_cancellations
 
 #: A call takes fewer turns of the loop than this, also over a new connection.
 TURNS = 80
@@ -34,6 +35,16 @@ def test_a_call_of_redis_that_is_cancelled_at_any_turn_ends_so(redis_url, connec
         return held
 
     assert asyncio.run(main()) == [True] * TURNS
+
+
+def test_a_client_that_is_made_to_heed_cancellations_twice_still_connects(redis_url):
+    async def main():
+        connection = FleetConnection(redis_url)
+        heed_cancellations(connection.redis)
+        await connection.open()
+        await connection.close()
+
+    asyncio.run(main())
 
 
 def test_the_time_that_a_handle_is_waited_for_holds_however_short_it_is(settings, idle_worker, make):
