@@ -19,7 +19,7 @@ from producer.contract import ID_PATTERN, InvalidRequestError, RolloutRequest, R
 from producer.errors import RolloutConflictError
 from producer.ids import new_batch_id, sample_rollout_id
 from producer.pace import Pace
-from producer.results import GROUP, Completions, Recent, next_group, read_result
+from producer.results import GROUP, Completions, Recent, look, next_group, read_result
 from producer.source import Requests, Source
 from producer.takeover import as_submitted
 
@@ -343,22 +343,16 @@ class Batch(AsyncIterator[RolloutResult]):
     async def _fetch(self) -> None:
         await self._consumption.report(at_least=TOGETHER)
         group = list(islice(self._announced, self._group))
-        stored = await self._lasting.stored_results([request.rollout_id for request in group])
+        stored, again = await look(self._lasting, [request.rollout_id for request in group])
         self._group = next_group(stored)
-        missing = [request.rollout_id for request, raw in zip(group, stored, strict=True) if raw is None]
-        states = await self._lasting.states(missing) if missing else {}
-        ended = [rollout_id for rollout_id, state in states.items() if state == JobState.DONE]
-        # They may have run again, and ended between the two looks.
-        late = dict(zip(ended, await self._lasting.stored_results(ended) if ended else [], strict=True))
         for request, raw in zip(group, stored, strict=True):
             self._announced.popleft()
-            if states.get(request.rollout_id) in {JobState.PENDING, JobState.RUNNING}:
-                # It was retried, or Redis lost how it ended: it runs again, and its next end counts.
+            if request.rollout_id in again:
                 self._waiting[request.rollout_id] = request
                 self._sent.add(request.rollout_id)
                 self._again.append(request.rollout_id)
             else:
-                self._fetched.append((request, raw or late.get(request.rollout_id)))
+                self._fetched.append((request, raw))
 
     async def _look_again(self) -> None:
         """Find which of those that run again have ended since: they were announced while nobody waited for them."""

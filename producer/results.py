@@ -160,6 +160,21 @@ def next_group(fetched: Sequence[bytes | None]) -> int:
     return max(1, min(_LARGEST_GROUP, _GROUP_BYTES * len(fetched) // max(size, 1)))
 
 
+async def look(connection: FleetConnection, rollout_ids: Sequence[str]) -> tuple[list[bytes | None], set[str]]:
+    """Return what is stored for rollouts that were announced, and those without a result whose next end counts.
+
+    These run again: they were retried, or Redis lost how they ended.
+    """
+    stored = await connection.stored_results(rollout_ids)
+    missing = [rollout_id for rollout_id, raw in zip(rollout_ids, stored, strict=True) if raw is None]
+    states = await connection.states(missing)
+    ended = [rollout_id for rollout_id, state in states.items() if state == broker.JobState.DONE]
+    # They may have run again, and ended between the two looks.
+    late = dict(zip(ended, await connection.stored_results(ended) if ended else [], strict=True))
+    again = {i for i, state in states.items() if state in {broker.JobState.PENDING, broker.JobState.RUNNING}}
+    return [raw or late.get(i) for i, raw in zip(rollout_ids, stored, strict=True)], again
+
+
 async def read_result(
     connection: FleetConnection,
     rollout_id: str,
@@ -276,6 +291,10 @@ class Recent:
             self._ids.popitem(last=False)
         return True
 
+    def discard(self, rollout_id: str) -> None:
+        """Forget an id: it may come again."""
+        self._ids.pop(rollout_id, None)
+
 
 class Results(AsyncIterator[RolloutResult]):
     """The results of a batch as they complete, each once; ends after ``count`` of them, or never.
@@ -368,8 +387,11 @@ class Results(AsyncIterator[RolloutResult]):
                 if self._seen.add(rollout_id):
                     self._announced.append((position, rollout_id))
         group = list(islice(self._announced, self._group))
-        stored = await self._connection.stored_results([rollout_id for _, rollout_id in group])
+        stored, again = await look(self._connection, [rollout_id for _, rollout_id in group])
         self._group = next_group(stored)
         for (position, rollout_id), raw in zip(group, stored, strict=True):
-            self._fetched.append((position, rollout_id, raw))
             self._announced.popleft()
+            if rollout_id in again:
+                self._seen.discard(rollout_id)
+            else:
+                self._fetched.append((position, rollout_id, raw))

@@ -338,6 +338,7 @@ def test_results_of_a_stream_that_was_lost_come_from_the_one_that_replaced_it(se
             await until(lambda: client.info("clients")["blocked_clients"] == 2)
             client.delete(key)
             client.xadd(key, {"id": "r-0", "outcome": "completed"}, id="1-1")  # a clock that is behind
+            client.hset(broker.job_key("r-1"), "state", "done")
             client.xadd(key, {"id": "r-1", "outcome": "completed"}, id="1-2")
             client.client_kill_filter(_type="normal", skipme=True)
             async with asyncio.timeout(20):  # who is not told by the lost connection looks after 30 s

@@ -8,6 +8,7 @@ from typing import Any
 from producer import Producer, StopCondition
 from producer.contract import RolloutResult
 from producer.operating import Operator
+from producer.results import GROUP
 
 
 def failed(request: Any) -> RolloutResult:
@@ -36,3 +37,28 @@ def test_a_rollout_that_is_retried_before_its_end_is_handed_out_is_handed_out_on
     result = asyncio.run(main())
     assert result.error is None, result.error
     assert result.stop_condition is StopCondition.COMPLETED
+
+
+def test_who_follows_a_batch_is_given_what_a_retried_rollout_ends_with(
+    settings: Any, idle_worker: Any, make: Any
+) -> None:
+    async def main() -> list[RolloutResult]:
+        async with Producer(settings) as producer, asyncio.timeout(20):
+            requests = [request.model_copy(update={"batch_id": "b"}) for request in make(GROUP + 1)]
+            for request in requests:
+                await producer.submit(request)
+                await asyncio.to_thread(idle_worker.finish, failed(request))
+            results = producer.results("b", count=len(requests))
+            found = [await anext(results)]  # the last one is announced by now, and not fetched
+            last = requests[-1]
+            assert set((await Operator(producer.connection).retry([last.rollout_id])).values()) == {"retried"}
+            found += [await anext(results) for _ in range(GROUP - 1)]
+            coming = asyncio.create_task(anext(results))
+            while not (results._announced == results._fetched or coming.done()):  # until it waits for the new end
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(idle_worker.finish, RolloutResult.for_request(last, StopCondition.COMPLETED))
+            return [*found, await coming]
+
+    *others, last = asyncio.run(main())
+    assert {result.stop_condition for result in others} == {StopCondition.HAS_ERROR}
+    assert last.completed, last.error
