@@ -22,7 +22,7 @@ from producer.groups import Groups
 from producer.inflight import unfinished, youngest
 from producer.pace import Pace
 from producer.policy import OVERLOAD, OnStale, Staled
-from producer.results import START, Results, read_result
+from producer.results import START, Results, look, read_result
 from producer.served import Served
 from producer.server import require_noeviction
 from producer.settings import ProducerSettings
@@ -313,7 +313,9 @@ class Producer:
         rollout_id, batch_id, request = handle.rollout_id, handle.batch_id, handle.request
         while True:
             await self._wait(rollout_id, batch_id)
-            [raw] = await self.connection.stored_results([rollout_id])
+            [raw], again = await look(self.connection, [rollout_id])
+            if again:
+                continue
             if raw is not None or request is None or handle.cancelled:
                 break
             if (await self.connection.states([rollout_id]))[rollout_id] is not None:

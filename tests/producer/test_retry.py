@@ -62,3 +62,31 @@ def test_who_follows_a_batch_is_given_what_a_retried_rollout_ends_with(
     *others, last = asyncio.run(main())
     assert {result.stop_condition for result in others} == {StopCondition.HAS_ERROR}
     assert last.completed, last.error
+
+
+def test_who_waits_for_a_rollout_that_is_retried_before_its_result_is_fetched_is_given_the_next(
+    settings: Any, idle_worker: Any, make: Any
+) -> None:
+    async def main() -> RolloutResult:
+        async with Producer(settings) as producer, asyncio.timeout(20):
+            (request,) = make(1)
+            handle = await producer.submit(request)
+            fetch, retried = producer.connection.stored_results, asyncio.Event()
+
+            async def fetch_later(ids: list[str]) -> list[bytes | None]:
+                if not retried.is_set():
+                    assert set((await Operator(producer.connection).retry(ids)).values()) == {"retried"}
+                    retried.set()
+                return await fetch(ids)
+
+            producer.connection.stored_results = fetch_later  # type: ignore[method-assign]
+            await asyncio.to_thread(idle_worker.finish, failed(request))
+            taking = asyncio.create_task(handle.result())
+            await retried.wait()
+            while not (producer._waiters or taking.done()):  # until it waits again
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(idle_worker.finish, RolloutResult.for_request(request, StopCondition.COMPLETED))
+            return await taking
+
+    result = asyncio.run(main())
+    assert result.completed, result.error
