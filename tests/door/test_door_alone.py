@@ -102,8 +102,9 @@ class Client:
         said: dict[str, dict[str, Any]] = {}
         async with asyncio.timeout(20):
             while said.keys() != set(request_ids):
-                answered, _, data = await self.socket.recv_multipart()
-                said[answered.decode()] = dict(msgpack.unpackb(data))
+                answered, *_, data = await self.socket.recv_multipart()
+                if answered.decode() in request_ids:  # else it is what tells whether the client is there
+                    said[answered.decode()] = dict(msgpack.unpackb(data))
         return said
 
     async def reach(self) -> None:
