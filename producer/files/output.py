@@ -53,10 +53,10 @@ def prepare_results(
     For ``resume``, what is there is read. Of it, completed results and those whose agent ran out of time are kept, and
     with ``keep_failed`` those with errors too. Raises `ResultsFileError`.
     """
-    if path.suffix in _NOT_WRITTEN:
+    if path.suffix.lower() in _NOT_WRITTEN:
         raise ResultsFileError(
-            f"{path} would hold no {path.suffix[1:]}: results are written as JSON lines (.jsonl), or as Parquet where "
-            "the name ends in .parquet"
+            f"{path} would hold no {path.suffix[1:].upper()}: results are written as JSON lines (.jsonl), or as "
+            "Parquet where the name ends in .parquet"
         )
     if path.suffix == ".parquet":
         from producer.files.parts import ParquetResults

@@ -214,10 +214,10 @@ def test_places_that_cannot_be_written_are_refused(rollouts, files, tmp_path, re
 
 
 def test_a_name_that_promises_another_format_is_refused(rollouts, tmp_path, redis_url):
-    ended = rollouts("--out", str(tmp_path / "results.csv"))
+    ended = rollouts("--out", str(tmp_path / "results.CSV"))
     assert ended.exit_code == 2
-    assert "would hold no csv: results are written as JSON lines" in ended.output
-    assert not (tmp_path / "results.csv").exists()
+    assert "would hold no CSV: results are written as JSON lines" in ended.output
+    assert not (tmp_path / "results.CSV").exists()
 
 
 def test_a_wrong_setting_is_named(rollouts, monkeypatch):
