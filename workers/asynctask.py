@@ -293,7 +293,7 @@ def without_frames(info: ExceptionInfo) -> ExceptionInfo:
     """Return ``info`` once its error has let go of the frames that it came through; their text stays in ``info``.
 
     One of them is that of whoever made ``info``, and holds it: a cycle, and in it all that the frames worked on. Full
-    collections are rare (`workers.threads.calm_garbage_collector`), so the jobs of an hour would wait for one.
+    collections are rare (`workers.garbage`), so the jobs of an hour would wait for one.
     """
     error = info.exception
     forget_frames(error.exc if isinstance(error, ExceptionWithTraceback) else error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from celery.worker.state import maybe_shutdown
 from vine import promise
 
 from workers.aio import run_until_done
+from workers.garbage import collect_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -91,33 +91,6 @@ def leave_within(seconds: float, status: int) -> None:
 
 def _other_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if not thread.daemon]
-
-
-def calm_garbage_collector() -> None:
-    """Keep full collections rare, and what is loaded by now out of them; once per process, when it is about to work.
-
-    With 10,000 jobs in flight one full collection stops every thread for 0.2 to 0.4 s (CPython 3.11, 2 cores), and with
-    the default thresholds there is one every two seconds while they arrive. Cycles of a job's own die young: the
-    younger generations are collected as ever, in a few milliseconds. For those that do not, see `collect_garbage`.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 1_000)
-
-
-async def collect_garbage(interval: float = 60.0, share: float = 0.001) -> None:
-    """Do a full collection every ``interval`` seconds until cancelled; less often if that takes too great a ``share``.
-
-    Cycles of long jobs, of hooks and of foreign clients grow old, and would be kept for days. With few jobs in flight
-    this takes milliseconds; with 10,000 it comes every five minutes or so. On the event loop, for what is found may be
-    a transport, which must be finalized there.
-    """
-    pause = interval
-    while True:
-        await asyncio.sleep(pause)
-        began = time.monotonic()
-        gc.collect()
-        pause = max(interval, (time.monotonic() - began) / share)
 
 
 class LoopThread:

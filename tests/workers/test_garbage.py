@@ -20,9 +20,10 @@ from producer.contract import Phase
 from workers import asynctask
 from workers.asynctask import AsyncTask, Job, exception_info
 from workers.breaker import Breaker
+from workers.garbage import collect_garbage
+from workers.gateway.server import app as gateway
 from workers.pool import AsyncioPool
 from workers.state import Rollout
-from workers.threads import collect_garbage
 
 
 class Held:
@@ -146,19 +147,41 @@ def test_a_rollout_that_the_breaker_has_watched_is_freed() -> None:
     assert ref() is None
 
 
-def test_cycles_that_grew_old_are_collected_now_and_then() -> None:
+def old_cycle() -> weakref.ref[Any]:
     thing: Any = Held()
     thing.itself = thing
-    ref = weakref.ref(thing)
     gc.collect(1)  # it is in the oldest generation from now on
-    del thing
+    return weakref.ref(thing)
 
+
+async def until_gone(ref: weakref.ref[Any]) -> None:
+    async with asyncio.timeout(30):
+        while ref() is not None:
+            await asyncio.sleep(0.005)
+
+
+def test_cycles_that_grew_old_are_collected_now_and_then() -> None:
     async def run() -> None:
         collecting = asyncio.create_task(collect_garbage(interval=0.001))
-        async with asyncio.timeout(30):
-            while ref() is not None:
-                await asyncio.sleep(0.005)
+        await until_gone(old_cycle())
         collecting.cancel()
 
     asyncio.run(run())
-    assert ref() is None
+
+
+def test_a_gateway_collects_cycles_that_grew_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each long request of uvicorn's is one."""
+    monkeypatch.setattr(gateway, "collect_garbage", partial(collect_garbage, interval=0.001))
+    steps = iter(["startup", "shutdown"])
+    sent: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        if sent:
+            await until_gone(old_cycle())
+        return {"type": f"lifespan.{next(steps)}"}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(gateway.create_app(upstream="http://127.0.0.1:9/v1")({"type": "lifespan"}, receive, send))
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from workers.garbage import collect_garbage
 from workers.gateway.server.admin import Admin, is_inner_host
 from workers.gateway.server.calls import CallSettings, ModelCalls
 from workers.gateway.server.control import Control
@@ -306,7 +307,7 @@ class GatewayApp:
             if message["type"] == "lifespan.startup":
                 recorder, journal = self.state.recorder, self.state.journal
                 work = [partial(settle_when_idle, recorder), partial(keep_tidy, recorder, journal)]
-                work.append(partial(self.state.upstreams.watch))
+                work += [partial(self.state.upstreams.watch), partial(collect_garbage)]
                 self._background = [asyncio.create_task(unending(each)) for each in work]
                 await send({"type": "lifespan.startup.complete"})
             else:
