@@ -11,8 +11,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
-# Test processes: two for each core, as most tests wait for processes that they have started.
-JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 2 )))
+# Test processes: three for each core, as most tests wait for processes that they have started.
+JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 3 )))
 
 # The agents that the gateway is tried with, as they were: a new version may change what it sends.
 NPM_AGENTS := @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 opencode-ai@1.18.33
