@@ -142,7 +142,8 @@ class LostData(RuleBasedStateMachine):
                 await asyncio.to_thread(self.worker.sweep)
                 self.serve()
                 self.worker.end_all()
-                await (self.take_one() if self.announced() else self.rounds())
+                # The producer may have been told of one that the server has lost since.
+                await (self.take_one() if self.announced() else self.take_in_vain())
         await self.producer.close()
 
 
